@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden docs clean
+.PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -81,6 +81,11 @@ bench-plan: $(READY) ## the planner against NVIDIA's published figures
 
 bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
 	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md
+
+bench-cpu: $(READY) ## the reference runtime beside vLLM on this machine's CPU (ENGINE_PYTHON=.., half an hour)
+	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
+	$(BIN)/python -m tests.benchmarks.cpu runs/smollm2-135m.cpu.fp32/model .scratch/cpu --engine-python $(ENGINE_PYTHON) \
+	    --report docs/measurements/cpu.md
 
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python

@@ -71,7 +71,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             raise UsageError(
                 f"build.max_num_tokens {build.max_num_tokens} exceeds the {most} tokens of a full batch",
                 why=f"trtllm-build would lower it to {build.max_batch_size} requests of {build.max_seq_len} tokens",
-                remedy="lower it, or raise build.max_batch_size or build.max_seq_len",
+                remedy=f"pass --set build.max_num_tokens={most}, or raise build.max_batch_size or build.max_seq_len",
             )
         chosen["max_num_tokens"] = most, "max_batch_size x max_seq_len: trtllm-build lowers a larger number to it"
     made = replace(build, **{name: value for name, (value, _) in chosen.items()})

@@ -6,6 +6,7 @@ One ordered table: the first matching row counts. An exception without a row is 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def _errno(*numbers: int) -> Callable[[BaseException], bool]:
 def _named(error: BaseException) -> str:
     filename = getattr(error, "filename", None)
     return f"{filename}: " if filename else ""
+
+
+def _reason(error: BaseException) -> str:
+    number = getattr(error, "errno", None)
+    return os.strerror(errno.ENOTDIR if number == errno.EEXIST else number) if number else str(error)
 
 
 def _at_home(error: BaseException) -> bool:
@@ -65,9 +71,10 @@ ROWS: tuple[_Row, ...] = (
     ),
     (
         OSError,
-        lambda error: _errno(errno.ENOENT, errno.ENOTDIR)(error) and _at_home(error),
+        # To make a folder where a file is fails as EEXIST.
+        lambda error: _errno(errno.ENOENT, errno.ENOTDIR, errno.EEXIST)(error) and _at_home(error),
         lambda error: HostError(
-            f"TRTPIPE_HOME is {default_home()}: {_named(error)}{getattr(error, 'strerror', error)}",
+            f"TRTPIPE_HOME is {default_home()}: {_named(error)}{_reason(error)}",
             remedy="set it to a folder that you may write",
         ),
     ),

@@ -45,9 +45,16 @@ class RunFolder:
         sync(self.path.parent)
 
     def spec(self) -> BuildSpec:
-        """The spec of the target. Raises InputDataError where its file is absent or damaged."""
+        """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this
+        version refuses what an earlier one wrote."""
         path = self.path / "plan.json"
-        return read_spec(read_json(path, "plan"), f"plan {path}")
+        try:
+            return read_spec(read_json(path, "plan"), f"plan {path}")
+        except UsageError as error:
+            remedy = f"{self.rebuild} and {error.remedy}" if error.remedy else self.rebuild
+            raise UsageError(
+                f"plan {path} is refused by this version: {error.what}", why=error.why, remedy=remedy
+            ) from None
 
     @property
     def rebuild(self) -> str:

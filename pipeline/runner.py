@@ -84,7 +84,6 @@ def execute(
             check_machine(spec)
         except hardware.GpuAbsent:
             later = [stage for stage in later if names.index(stage.name) < names.index("build")]
-    run.start(spec, store)
     if perform is None:
         perform = partial(
             satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust, later=later
@@ -96,6 +95,8 @@ def execute(
     for stage in stages:
         inputs = {name: made[name] for name in stage.inputs(spec)}
         result = perform(stage, spec, inputs, run.last(stage.name))
+        if not results:
+            run.start(spec, store)  # not before: a build that is refused leaves no target
         results[stage.makes] = result
         made[stage.makes] = result.artefact
         run.update(stage, result.artefact)

@@ -99,7 +99,10 @@ class BuildSpec:
     @property
     def engine_target(self) -> Target:
         """The target of the engine, in the engine backend's terms."""
-        return Target(gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain)
+        return Target(
+            gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain,
+            dtype=self.precision.dtype,
+        )  # fmt: skip
 
     @property
     def target(self) -> str:
@@ -210,7 +213,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     backend = load_backend(runtime)
-    if backend.ANYWHERE and "load" in chosen:
+    if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
     shape = None if recorded else _shape(model_name, required="load" in chosen)
     if shape is not None:
@@ -219,7 +222,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
+    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, dtype=precision.dtype)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
     serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig, given), build_config, runtime)
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
@@ -381,6 +384,7 @@ def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
         return _usual_runtime(gpu)
     if requested not in BACKENDS:
         raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
-    if gpu.is_cpu and not load_backend(requested).ANYWHERE:
-        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
+    if gpu.is_cpu and not load_backend(requested).ON_CPU:
+        able = " or ".join(name for name in BACKENDS if load_backend(name).ON_CPU)
+        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy=f"use --runtime {able} with --gpu cpu")
     return requested, ""

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.build import BuildOptions, Built, build, settings
     from trtpipe.pipeline.api.check import check
     from trtpipe.pipeline.api.plan import plan
+    from trtpipe.pipeline.api.prove import prove
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
     from trtpipe.pipeline.bench.results.report import BenchReport
     from trtpipe.pipeline.planner.advice import Advice
+    from trtpipe.pipeline.prove.proof import Proof
     from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.triton_repo.check.faults import Fault
 
@@ -46,6 +48,7 @@ __all__ = [
     "Fault",
     "HostError",
     "InputDataError",
+    "Proof",
     "Sampling",
     "StageFailed",
     "TrtpipeError",
@@ -54,6 +57,7 @@ __all__ = [
     "build",
     "check",
     "plan",
+    "prove",
     "serve",
     "settings",
 ]
@@ -66,9 +70,11 @@ _MODULES = {
     "pipeline.api.build": ("BuildOptions", "Built", "build", "settings"),
     "pipeline.api.check": ("check",),
     "pipeline.api.plan": ("plan",),
+    "pipeline.api.prove": ("prove",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
     "pipeline.bench.results.report": ("BenchReport",),
     "pipeline.planner.advice": ("Advice",),
+    "pipeline.prove.proof": ("Proof",),
     "pipeline.spec": ("BuildSpec",),
     "triton_repo.check.faults": ("Fault",),
 }  # fmt: skip

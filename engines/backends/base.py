@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trtpipe.engines.base import Checkpoint, Engine, Mapping
+from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
@@ -19,12 +19,13 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain."""
+    """Target of an engine build: GPU, mapping, quantization, toolchain, and the type of what is not quantized."""
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
+    dtype: DataType = DataType.BFLOAT16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,27 @@ class ServedBy(str, enum.Enum):
     ENGINE_PROCESS = "engine process"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeServer:
+    """How a runtime's own OpenAI-compatible server is started.
+
+    program      a program of the toolchain's image, or a Python module of the environment with the runtime
+    command      its arguments
+    in_image     which of the two
+    environment  variables that it needs
+    """
+
+    program: str
+    command: tuple[str, ...]
+    in_image: bool
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name of the program in messages: "vllm" for a module of it."""
+        return self.program.partition(".")[0]
+
+
 class EngineBackend(Protocol):
     """Engine backend of one runtime.
 
@@ -54,6 +76,7 @@ class EngineBackend(Protocol):
     SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
     COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
     ANYWHERE  whether its engines run on any machine, with or without a GPU
+    ON_CPU    whether it makes engines for `--gpu cpu`
     SERVED_BY program that executes its engines under tritonserver
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
@@ -65,6 +88,7 @@ class EngineBackend(Protocol):
     SETTINGS: tuple[str, ...]
     COMPILED: bool
     ANYWHERE: bool
+    ON_CPU: bool
     SERVED_BY: ServedBy
     PROCESS: str
     SEQUENCES_PER_STUB: int | None
@@ -86,6 +110,12 @@ class EngineBackend(Protocol):
     ) -> tuple[Engine, dict[str, str]]:
         """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
         facts about where it was built."""
+
+    def native_server(
+        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+    ) -> NativeServer:
+        """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
+        own name. Raises UsageError for a runtime without one."""
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import rank_file
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.toolchain import Toolchain
@@ -21,6 +22,7 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "trtllm"
 COMPILED = False
 ANYWHERE = True
+ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 SEQUENCES_PER_STUB = None
@@ -76,3 +78,14 @@ def build(
         },
     )
     return Engine(path=out), {}
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """Raises UsageError: there is none."""
+    raise UsageError(
+        "the reference runtime has no server of its own",
+        why="it is a library, which Triton's Python backend runs",
+        remedy="serve it with --front triton",
+    )

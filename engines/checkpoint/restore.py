@@ -6,7 +6,7 @@ HF tensor it holds. Files are mapped into memory, and compared or copied in bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -42,10 +42,18 @@ class _Held:
     piece: Piece
     row: int
 
+    @property
+    def nbytes(self) -> int:
+        first, end = self.piece.rows
+        return (end - first) * prod(self.plan.shape[1:]) * ITEMSIZE[self.file.tensors[self.plan.name].dtype]
 
-def differences(checkpoint: Path, source: Path) -> list[str]:
+
+def differences(
+    checkpoint: Path, source: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
     """Differences between a checkpoint and the conversion of its HF folder; empty when they are equal.
 
+    `progress` is called with (bytes compared, bytes in all).
     Values are compared bit for bit after casting the source to the checkpoint's type. Raises InputDataError for a
     folder that cannot be read.
     """
@@ -58,7 +66,11 @@ def differences(checkpoint: Path, source: Path) -> list[str]:
     located = locate_tensors(source)
     # Casters allocate scratch arrays, so one caster per type is used for all tensors.
     casters: dict[str, Caster] = {}
-    for held in _pieces(checkpoint, config):
+    pieces = list(_pieces(checkpoint, config))
+    total, done = sum(held.nbytes for held in pieces), 0
+    for held in pieces:
+        done += held.nbytes
+        progress(done, total)
         where = f"tensor '{held.plan.name}' in {held.file.path.name}"
         tensor = located.get(held.piece.source)
         if tensor is None:
@@ -87,9 +99,10 @@ def _read_plain(checkpoint: Path) -> CheckpointConfig:
     return config
 
 
-def restore(checkpoint: Path, out: Path) -> None:
+def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Write config.json and model.safetensors of the HF folder that a checkpoint was made from into the folder `out`.
 
+    `progress` is called with (bytes done, bytes in all), twice over: the values are written, then compared.
     Tensors keep the checkpoint's type; a checkpoint has no tokenizer. Raises CheckpointError when ranks that hold
     the same values disagree, or padding is not zero.
     """
@@ -105,13 +118,16 @@ def restore(checkpoint: Path, out: Path) -> None:
     with target.open("wb") as file:
         file.write(header)
         file.truncate(size)
+    total, done = sum(held.nbytes for held in pieces), 0
     for held in pieces:
+        done += held.nbytes
+        progress(done, total)
         name = held.piece.source
         matrix = np.memmap(target, _kind(dtype), "r+", offsets[name], shape=_two_dimensional(shapes[name]))
         matrix[slice(*held.piece.rows), _columns(held.piece)] = _stored(held)
     # Several ranks store norms, biases and replicated heads, and a tied head is a copy of the embedding: where two
     # copies disagree, one of them now differs from what was written.
-    faults = differences(checkpoint, out)
+    faults = differences(checkpoint, out, progress)
     if faults:
         raise CheckpointError(f"the ranks of {checkpoint} disagree", why=faults[0])
 

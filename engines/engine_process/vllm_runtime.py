@@ -7,38 +7,45 @@ vLLM does not handle as TensorRT-LLM does is refused, never ignored.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trtpipe.engines.backends.vllm import FILE
+from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
 from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
 from trtpipe.engines.yaml_input import load_yaml
 
-# Default of the memory share, which the engine's own arguments do not set.
-DEFAULT_MEMORY_FRACTION = 0.9
+# On a CPU the engine runs in this process: another would import vLLM once more, which takes most of a start.
+CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class Runtime:
     """Runs an engine folder of the vllm runtime.
 
+    device                         cpu for an engine made for a CPU; else vLLM takes what it was installed for
     policy                         admission policy; vLLM has only its own, which pauses and recomputes
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
+                                   memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
     """
 
     def __init__(
         self,
         engine: Path,
         *,
+        device: str = "auto",
         policy: str = "guaranteed_no_evict",
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = True,
-        kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
+        kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
     ) -> None:
+        for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
+            os.environ.setdefault(name, value)
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
@@ -47,6 +54,8 @@ class Runtime:
         self._max_seq_len = int(arguments["max_model_len"])
         self._block = int(arguments["block_size"])
         self._max_batch = int(arguments["max_num_seqs"])
+        if device == "cpu" or kv_cache_tokens is not None:
+            arguments |= cache_size(engine, arguments, kv_cache_tokens)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(engine),

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.json_input import load_json
+from trtpipe.engines.process import Progress, serve_worker
 
 # `tokenizer.ggml.pre` -> its pre-tokenizer in the form of tokenizer.json
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
@@ -29,19 +29,20 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
-def main() -> None:
+def work(spec: dict[str, Any], progress: Progress) -> None:
     import gguf
-    import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers calls both functions of the package at each use: it reads the vocabulary five times, seconds each,
     # and maps all tensors' names for every module. Caching avoids that.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
-    spec = json.loads(sys.argv[1])
     source, out = Path(spec["gguf"]), Path(spec["out"])
+    _report_reading(source, progress)
+
+    import torch  # after the first report: these imports take most of the time of a small model
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the quantized codes by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -50,6 +51,23 @@ def main() -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
     _write_both_rope_spellings(out / "config.json")
     _restore_pre_tokenizer(source, out / "tokenizer.json")
+
+
+def _report_reading(source: Path, progress: Progress) -> None:
+    """Have `progress` called with the bytes of the tensors: now, and as transformers reads them one by one."""
+    import gguf
+
+    read, total, done = gguf.dequantize, sum(tensor.n_bytes for tensor in gguf.GGUFReader(str(source)).tensors), 0
+    progress(done, total)
+
+    def dequantize(data: Any, kind: Any) -> Any:
+        nonlocal done
+        values = read(data, kind)
+        done += data.nbytes
+        progress(done, total)
+        return values
+
+    gguf.dequantize = dequantize  # type: ignore[assignment]
 
 
 def _write_both_rope_spellings(path: Path) -> None:
@@ -77,4 +95,4 @@ def _restore_pre_tokenizer(source: Path, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_worker(work)

@@ -176,11 +176,11 @@ def measure(
         except HostError as error:  # the measurement must not be lost for that
             note(f"how wrong {options.wiring.transport} is here is not known: {error}")
     if served is not None:
-        from trtpipe.pipeline.serving import serve
+        from trtpipe.pipeline.serving import repositories
         from trtpipe.pipeline.store.manifest import read_manifest
 
         measured.target = served.name
-        measured.engine = {**vars(serve.check_passport(served.repository))}
+        measured.engine = {**vars(repositories.check_passport(served.repository))}
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
         if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content
@@ -412,7 +412,8 @@ def _require_room(work: Work, served: Served) -> None:
 def _urls(server: Server) -> dict[str, str | None]:
     openai = f"{server.gateway_url}/v1" if server.gateway_url else None
     points = server.endpoints
-    return {"grpc": points.grpc_url, "http": points.http_url, "completions": openai, "chat": openai}
+    triton = (None, None) if server.native else (points.grpc_url, points.http_url)
+    return {"grpc": triton[0], "http": triton[1], "completions": openai, "chat": openai}
 
 
 def _targets(
@@ -426,7 +427,9 @@ def _targets(
         url = urls.get(protocol, "")
         if url is None:
             option = {"grpc": "--grpc-url", "http": "--http-url"}.get(protocol, "--openai-url")
-            raise UsageError(f"there is no address for {protocol}", remedy=f"give {option}, or another --protocol")
+            others = " or ".join(name for name, known in urls.items() if known)
+            remedy = f"give {option}" + (f", or --protocol {others}" if others else "")
+            raise UsageError(f"there is no address for {protocol}", remedy=remedy)
         name = model if protocol in ("grpc", "http") else openai_model
         out.append(Target(protocol=protocol, url=url, model=name, metrics_url=metrics_url))
     return tuple(out)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class Client:
     def target(self) -> str:
         """Name of the target, also of the model at `openai_url`."""
         return self._served.name
+
+    @property
+    def tokenizer(self) -> Path:
+        """The model's tokenizer.json."""
+        return self._served.tokenizer / "tokenizer.json"
 
     @property
     def grpc_url(self) -> str:
@@ -116,22 +122,28 @@ class Client:
         it refuses the request.
         """
         from trtpipe.engines.sampling import SamplingParams
-        from trtpipe.pipeline.serving.generate import check_options, stream
+        from trtpipe.pipeline.serving import generate
 
         params = SamplingParams(**sampling)
-        check_options(params, max_tokens)
-        return stream(self.grpc_url, prompt, params, model=self._served.front, max_tokens=max_tokens, stop_words=stop)
+        generate.check_options(params, max_tokens)
+        if self._server.native:
+            url, model = self._server.endpoints.http_url, self._served.model_names[0]
+            return generate.stream_openai(url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)
+        model = self._served.front
+        return generate.stream(self.grpc_url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)
 
 
 @contextlib.contextmanager
 def serve(
-    target: str | Sequence[str] | None = None, *, server: str = "auto", host: str = "127.0.0.1", http_port: int = 0,
+    target: str | Sequence[str] | None = None, *, front: str = "triton", server: str = "auto",
+    host: str = "127.0.0.1", http_port: int = 0,
     grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
     engine_python: str = sys.executable, allow_model_code: bool = False,
 ) -> Iterator[Client]:  # fmt: skip
     """Serve a target while the `with` block runs: `with trtpipe.serve("smollm2-135m.cpu.fp32") as client:`.
 
     target            a target in ./runs, or a model repository; several share one server; the newest run if left out
+    front             triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`) at `openai_port`
     server            auto, local (tritonserver of this environment) or docker (the toolchain's image)
     http_port, ...    ports; 0 takes a free one. openai_port is the gateway's, and None starts none
     gpus              indices of the GPUs that a container gets; all if left out
@@ -142,14 +154,15 @@ def serve(
     this does not. Raises UsageError, HostError, InputDataError, ArtefactRefused or StageFailed.
     """
     from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import launch_options, repositories
     from trtpipe.pipeline.serving import serve as serving
     from trtpipe.pipeline.store.store import Store
 
     store = Store(default_home())
     names = [target] if target is None or isinstance(target, str) else target
-    found = [serving.find_repository(name) for name in names]
-    options = serving.LaunchOptions(
-        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port, openai=openai_port,
+    found = [repositories.find_repository(name) for name in names]
+    options = launch_options.LaunchOptions(
+        front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port, openai=openai_port,
         gpus=None if gpus is None else tuple(gpus), engine_python=engine_python, allow_model_code=allow_model_code,
     )  # fmt: skip
     running, process = serving.launch(found, store, options, log.info)

@@ -22,6 +22,7 @@ from trtpipe.pipeline.cli import (
     config,
     facts,
     plan,
+    prove,
     registry,
     serve,
     targets,
@@ -40,7 +41,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
         serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
         serve.gateway, serve.monitoring,
     ),
-    "Measure": (bench.compare,),
+    "Measure": (bench.compare, prove.prove),
     "Plan": (plan.plan, facts.probe),
     "Share": (
         build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,

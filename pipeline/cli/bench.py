@@ -175,6 +175,7 @@ def selftest(
             help="Take the kernel's time of arrival; the default on Linux.",
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure the error of this client on this machine.
 
@@ -188,23 +189,32 @@ def selftest(
     """
     from trtpipe.pipeline.api.bench import kernel_timestamps as choose_timestamps
     from trtpipe.pipeline.bench.protocols.connect import Wiring
-    from trtpipe.pipeline.bench.selftest import ceiling, measure
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.bench.selftest import Finding, ceiling, measure
+    from trtpipe.pipeline.cli import console, console_progress
 
-    rows = []
     wiring = Wiring(transport=transport, kernel_stamps=choose_timestamps(kernel_timestamps, transport))
-    for one in protocol.split(","):
-        for count in numbers(streams) or ():
-            found = measure(one, int(count), itl / 1e3, wiring)
-            rows.append(
-                (one, found.streams, f"{found.ttft_p50:.2f}", f"{found.ttft_p99:.2f}", f"{found.itl_mean:.3f}",
-                 f"{found.itl_p99_said:.2f}/{found.itl_p99_true:.2f}", f"{found.reached:.1%}")
-            )  # fmt: skip
+    protocols, found, limits = protocol.split(","), list[Finding](), dict[str, float]()
+    with console_progress.working("selftest", announce=False) as work:
+        for one in protocols:
+            for count in numbers(streams, whole=True) or ():
+                work.step(f"{one}, {count} in flight")
+                found.append(measure(one, count, itl / 1e3, wiring))
+        for one in protocols:
+            work.step(f"{one}, as many tokens as it can take")
+            limits[one] = ceiling(one, wiring)
+    if as_json:
+        console.result_json({"found": found, "tokens_per_s_of_a_core": limits})
+        return
+    rows = [
+        (one.protocol, one.streams, f"{one.ttft_p50:.2f}", f"{one.ttft_p99:.2f}", f"{one.itl_mean:.3f}",
+         f"{one.itl_p99_said:.2f}/{one.itl_p99_true:.2f}", f"{one.reached:.1%}")
+        for one in found
+    ]  # fmt: skip
     errors = ("TTFT p50 error ms", "p99 error ms", "ITL mean error ms", "ITL p99 said/true ms")
     columns = ("protocol", "in flight", *errors, "load reached")
     console.table(columns, rows, numeric=columns[1:])
-    limits = [f"{one} {ceiling(one, wiring):,.0f}" for one in protocol.split(",")]
-    console.result("tokens/s that a core of this client can take: " + ", ".join(limits))
+    told = ", ".join(f"{one} {limit:,.0f}" for one, limit in limits.items())
+    console.result(f"tokens/s that a core of this client can take: {told}")
 
 
 def compare(

@@ -74,7 +74,7 @@ def build(
     """
     from trtpipe.pipeline import matrix
     from trtpipe.pipeline.api.build import build as make_target
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_build
     from trtpipe.pipeline.registry.trust import Trust
     from trtpipe.pipeline.run_folder import RunFolder
 
@@ -86,7 +86,7 @@ def build(
         del options[name]
     if on_cluster:
         options["executor"] = None  # each machine chooses its own executor
-    reporter = console.BuildReporter()
+    reporter = console_build.BuildReporter()
     given = None
     if bundle is not None:
         arrived = _bundle(bundle, store, options, trust.keys)
@@ -231,10 +231,10 @@ def export(
       trtpipe export llama3-8b.h100.fp8
       trtpipe export llama3-8b.h100.fp8 -o fp8.tar --sign-key key.pem
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.registry import export as bundle
 
-    with console.BuildReporter().stage("export", target) as progress:
+    with console_progress.working("export", target) as progress:
         path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
     if as_json:
         console.result_json({"file": path, "bytes": path.stat().st_size})
@@ -256,10 +256,10 @@ def import_(
       trtpipe import llama3-8b.h100.fp8.tar
       trtpipe import fp8.tar --trust-key team.pub
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.registry import export as bundle
 
-    with console.BuildReporter().stage("import", str(file)) as progress:
+    with console_progress.working("import", str(file)) as progress:
         arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
     if as_json:
         console.result_json({"target": arrived.spec.target, "artefacts": list(arrived.artefacts)})
@@ -311,10 +311,10 @@ def scrub(as_json: Json = False) -> None:
       TRTPIPE_HOME=/data/trtpipe trtpipe scrub
     """
     from trtpipe.engines.errors import InputDataError
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.scrub import scrub as read_all
 
-    with console.BuildReporter().stage("scrub", "reading every artefact") as progress:
+    with console_progress.working("scrub", "reading every artefact") as progress:
         found = read_all(own_store(), progress)
     damaged = [one for one in found if one.fault is not None]
     if as_json:
@@ -361,12 +361,12 @@ def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
 def _build_on_cluster(
     specs: list[BuildSpec], store: Store, address: str | None, exchange: str | None, until: str | None
 ) -> list[Outcome]:
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console_build
     from trtpipe.pipeline.cluster.driver import Cluster
 
-    cluster = Cluster(address or "auto", store, exchange, console.ClusterReporter.told)
+    cluster = Cluster(address or "auto", store, exchange, console_build.ClusterReporter.told)
     try:
-        return cluster.build(specs, lambda spec: console.ClusterReporter(spec.target), until)
+        return cluster.build(specs, lambda spec: console_build.ClusterReporter(spec.target), until)
     finally:
         cluster.close()
 
@@ -376,7 +376,7 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
     import dataclasses
 
     from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console_progress
     from trtpipe.pipeline.registry import export as bundle
     from trtpipe.pipeline.spec import EXECUTORS, SCALARS
 
@@ -388,7 +388,7 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
             remedy="leave it out, or export again with it",
         )
     if Path(name).is_file():
-        with console.BuildReporter().stage("import", name) as progress:
+        with console_progress.working("import", name) as progress:
             arrived = bundle.unpack(Path(name), store, progress, trust_keys=trust_keys)
     else:
         arrived = bundle.imported(name, store)

@@ -20,7 +20,9 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer; as many as the model takes if left out.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; the model's if left out.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; the model's, or 0, if left out.")
+    ] = None,
 ) -> None:
     """Talk with a served model.
 
@@ -35,19 +37,20 @@ def chat(
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import servers
-    from trtpipe.pipeline.serving.chat import Conversation
+    from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
 
     found = servers.find_running(own_store(), server)
-    model = found.find(target).model_names[0]
+    served = found.find(target)
     if found.gateway_url is None:
         raise UsageError(f"{found.name} has no gateway", remedy="serve it without --no-openai, or use `generate`")
+    temperature = usual_temperature(served.tokenizer) if temperature is None else temperature
     asked = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
     key = os.environ.get("TRTPIPE_API_KEY")
-    talk = Conversation(found.gateway_url, model, key=key, system=system, options=options)
+    talk = Conversation(found.gateway_url, served.model_names[0], key=key, system=system, options=options)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
-        console.note(f"{model}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")
+        console.note(f"{served.model_names[0]}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")
     for line in _typed() if interactive else sys.stdin:
         text = line.strip()
         if interactive and text == "/exit":

@@ -1,4 +1,4 @@
-"""Console output of all commands except `top`, `plan` and `bench` (console_*). Progress and complaints go to stderr,
+"""Console output that all commands share; console_* hold that of some. Progress and complaints go to stderr,
 results to stdout.
 
 Control characters are made visible in all output (console_text), except in text that `generate` and `logs` write to a
@@ -13,8 +13,7 @@ import functools
 import json
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -29,10 +28,13 @@ if TYPE_CHECKING:
 
     from trtpipe.engines.hf.inspection import Inspection
     from trtpipe.pipeline.accuracy.gate import Report as AccuracyReport
-    from trtpipe.pipeline.runner import StageResult
     from trtpipe.triton_repo.check import Fault
 
     Progress = Callable[[int, int], None]
+
+
+# Keys of a checkpoint's quantization of which a quantized one has a value.
+QUANTIZED = ("quant_method", "quant_algo", "kv_cache_quant_algo")
 
 
 @dataclass
@@ -100,7 +102,7 @@ def note(line: str, *, head: str = "") -> None:
         _print(err(), bounded(line), style="dim", head=head)
 
 
-def _say(line: str, style: str | None = None) -> None:
+def say(line: str, style: str | None = None) -> None:
     if not FLAGS.quiet:
         _print(err(), bounded(line), style)
 
@@ -202,6 +204,8 @@ def inspection(found: Inspection, problems: Sequence[str], *, tensors: bool = Fa
     result(f"tensors: {len(found.tensors):,} in {files} file(s)" + ("" if tensors else "; --tensors lists them"))
     for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        if name == "quantization" and not any(settings.get(key) for key in QUANTIZED):
+            told = ""  # the rest are defaults that nothing uses
         result(f"{name}: {told or 'none'}")
     for remark in found.notes:
         result(f"note: {remark}")
@@ -251,94 +255,3 @@ def accuracy(report: AccuracyReport) -> None:
     failures = [f"failed: {failure}" for failure in report.failures]
     passed = "the unquantized weights pass" if report.recipe == "none" else f"{report.recipe} passes"
     result(*failures or [f"{passed} the accuracy gate"], style="red" if failures else "green")
-
-
-class BuildReporter:
-    """Prints a line per stage: what is done or reused, and why; bytes and rate while a long one runs."""
-
-    def __init__(self) -> None:
-        self._console = err()
-
-    @contextlib.contextmanager
-    def stage(self, name: str, reason: str) -> Iterator[Progress]:
-        start = time.monotonic()
-        if not self._console.is_terminal:
-            _say(f"{name:<9} running  ({reason})")
-            yield lambda done, total: None
-            return
-        with _status(self._console, f"{name:<9} running  ({reason})") as show:
-
-            def progress(done: int, total: int) -> None:
-                # A total may be rounded, as pip's log rounds it.
-                if done >= total or size(done) == size(total):
-                    show(f"{name:<9} running  {size(total)} done, finishing the stage  ({reason})")
-                    return
-                rate = done / max(time.monotonic() - start, 1e-9)
-                left = f", {(total - done) / rate:.0f} s left" if rate else ""
-                show(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")
-
-            yield progress
-
-    def finished(self, result: StageResult) -> None:
-        _finished(result, style=None if result.reused else "green")
-
-    def line(self, text: str) -> None:
-        note(f"  {text}")
-
-    def note(self, text: str) -> None:
-        note(text)
-
-
-class ClusterReporter:
-    """Prints the stages of several targets that are built at once, with the target's name on each line."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-
-    @contextlib.contextmanager
-    def stage(self, name: str, reason: str) -> Iterator[Progress]:
-        self.told(self._target, name, "begins", f"here  ({reason})")
-        yield lambda done, total: None
-
-    def finished(self, result: StageResult) -> None:
-        _finished(result, f"{self._target}: ")
-
-    def line(self, text: str) -> None:
-        note(f"{self._target}:   {text}")
-
-    def note(self, text: str) -> None:
-        note(f"{self._target}: {text}")
-
-    @staticmethod
-    def told(target: str, stage: str, kind: str, text: str) -> None:
-        """Print what a machine of the cluster reports while it runs a stage."""
-        if kind == "begins":
-            _say(f"{target}: {stage:<9} running  {text}")
-        elif kind == "ends":
-            _say(f"{target}: {stage:<9} {text}, cleaning up")
-        elif kind == "progress":
-            done, total = map(int, text.split("/"))
-            note(f"{target}: {stage:<9} running  {size(done)} of {size(total)}")
-        else:
-            note(f"{target}:   {text}")
-
-
-def _finished(result: StageResult, target: str = "", style: str | None = None) -> None:
-    manifest = result.artefact.manifest
-    made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-    _say(f"{target}{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})", style)
-    for notice in manifest.notes.get("notices", ()):
-        note(f"{target}note: {notice}")
-
-
-@contextlib.contextmanager
-def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
-    """A line at the bottom of the terminal, which each call replaces; none with --quiet."""
-    from rich.text import Text
-
-    if FLAGS.quiet:
-        yield lambda line: None
-        return
-    # As Text: rich takes a str as markup here, whatever the console's setting.
-    with where.status(Text(bounded(line))) as status:
-        yield lambda line: status.update(Text(bounded(line)))

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.cli import console
-from trtpipe.pipeline.cli.console_text import bounded
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.serving.serve import Show
     from trtpipe.pipeline.serving.servers import Server
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[Show]:
-    """A line with the stage, its detail and the time since the start; without a terminal a line for each stage."""
-    where = console.err()
-    if not where.is_terminal:
-        told: list[str] = []
-
-        def tell(stage: str, detail: str) -> None:
-            if stage not in told:
-                told.append(stage)
-                console.note(stage)
-
-        yield tell
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    stage = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
-    with Progress(SpinnerColumn(), TimeElapsedColumn(), stage, console=where, transient=True, expand=True) as progress:
-        task = progress.add_task("checking the repository", total=None)
-        yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
 
 
 def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
@@ -48,8 +21,9 @@ def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
         "server": server.name,
         "state": now,
         "pid": server.pid if now == "running" else None,
-        "http": server.endpoints.http_url,
-        "grpc": server.endpoints.grpc_url,
+        "front": "native" if server.native else "triton",
+        "http": None if server.native else server.endpoints.http_url,
+        "grpc": None if server.native else server.endpoints.grpc_url,
         "metrics": server.endpoints.metrics_url,
         "openai": server.gateway_url,
         "models": {one.name: list(one.model_names) for one in server.served},
@@ -67,7 +41,12 @@ def servers(found: list[Server]) -> None:
     from trtpipe.pipeline.serving.servers import state
 
     rows = [
-        (one.name, state(one), *((one.endpoints.http_url, one.gateway_url) if one.died is None else (None, None)))
+        (
+            one.name,
+            state(one),
+            None if one.native or one.died is not None else one.endpoints.http_url,
+            one.gateway_url if one.died is None else None,
+        )
         for one in found
     ]
     console.table(("server", "state", "http", "openai"), rows)
@@ -84,9 +63,12 @@ def started(server: Server, *, attached: bool, as_json: bool) -> None:
         console.result_json(facts(server))
         return
     points = server.endpoints
-    rows = [
+    triton = [
         *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in server.served),
         ("gRPC", points.grpc_url),
+    ]
+    rows = [
+        *([] if server.native else triton),
         ("metrics", points.metrics_url),
         ("OpenAI", f"{server.gateway_url}/v1" if server.gateway_url else None),
         ("log", server.log),
@@ -108,4 +90,6 @@ def first_steps(server: Server) -> list[str]:
             f"curl {server.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(body))}"
         )
+    if server.native:
+        steps.append("trtpipe bench --protocol completions")
     return steps

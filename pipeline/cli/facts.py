@@ -134,10 +134,11 @@ def probe(
     """
     import dataclasses
 
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.planner.probe import probe as run
 
-    gpu, path = run(out)
+    with console_progress.working("probe", "measuring the GPUs", announce=False):
+        gpu, path = run(out)
     assert gpu.measured is not None
     found = gpu.measured
     if as_json:

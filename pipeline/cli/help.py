@@ -36,17 +36,37 @@ def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(records)
 
 
+def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
+    """Raise UsageError for an option that takes one value and is given several: click would drop all but the last."""
+    from trtpipe.engines.errors import UsageError
+
+    _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    for option in {one for one in order if one.param_type_name == "option" and order.count(one) > 1}:
+        if not option.multiple and (not option.is_flag or option.secondary_opts):
+            name = option.opts[0]
+            listed = f"; a list, where it takes one, is {name} A,B" if repr(option.type) == "STRING" else ""
+            raise UsageError(f"{name} is given {order.count(option)} times", remedy=f"give it once{listed}")
+
+
 class SectionedCommand(typer.core.TyperCommand):
-    """A command whose help has its options in sections."""
+    """A command whose help has its options in sections, and whose options are given once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_repeated(self, ctx, args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self, ctx, formatter)
 
 
 class SectionedGroup(typer.core.TyperGroup):
-    """A command with commands of its own whose help has its options in sections."""
+    """A command with commands of its own whose help has its options in sections, and whose options are given once."""
 
     suggest_commands = property(lambda self: False, lambda self, value: None)  # cli.app does it, for options too
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_repeated(self, ctx, args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self, ctx, formatter)

@@ -126,11 +126,14 @@ TargetArgument = Annotated[str, typer.Argument(help="A target in ./runs.", autoc
 
 
 def own_store() -> Store:
-    """The store of the user who runs the command."""
+    """The store of the user who runs the command; a file that takes long to hash is shown."""
     from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.cli.console_progress import hashing
+    from trtpipe.pipeline.store.digests import Digests
     from trtpipe.pipeline.store.store import Store
 
-    return Store(default_home())
+    home = default_home()
+    return Store(home, digests=Digests(home / "digests.json", hashing))
 
 
 def numbers(text: str | None, *, whole: bool = False) -> list[Any] | None:

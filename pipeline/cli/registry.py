@@ -39,7 +39,7 @@ def push(
       trtpipe push llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe push llama3-8b.h100.fp8 s3://bucket/models --only checkpoint
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.run_folder import require_run
@@ -47,7 +47,7 @@ def push(
     wanted, url = transfer.choose(only), _url(url)
     target = require_run(target).path.name
     registry = open_registry(url)
-    with console.BuildReporter().stage("push", target) as progress:
+    with console_progress.working("push", target) as progress:
         shipped = transfer.push(target, registry, own_store(), wanted, progress, sign_key=sign_key)
     if as_json:
         _moved(shipped, url)
@@ -79,12 +79,12 @@ def pull(
       trtpipe pull llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe pull llama3-8b.h100.fp8 s3://bucket/models --trust-key team.pub
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_build
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.runner import execute
 
-    wanted, store, reporter, url = transfer.choose(only), own_store(), console.BuildReporter(), _url(url)
+    wanted, store, reporter, url = transfer.choose(only), own_store(), console_build.BuildReporter(), _url(url)
     registry = open_registry(url)
     with reporter.stage("pull", target) as progress:
         shipped = transfer.pull(

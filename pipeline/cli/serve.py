@@ -35,6 +35,10 @@ ApiKeysFile = Annotated[Path | None, typer.Option(help="File of API keys, one a 
 
 def serve(
     targets: Targets = None,
+    front: Annotated[
+        str,
+        typer.Option(help="triton, or native: the runtime's own server (vllm serve, trtllm-serve) at --openai-port."),
+    ] = "triton",
     server: Annotated[
         str, typer.Option(help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.")
     ] = "auto",
@@ -51,7 +55,7 @@ def serve(
     served_model_name: ServedModelName = None,
     cors_origin: CorsOrigin = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
-    shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
+    shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
@@ -64,23 +68,27 @@ def serve(
     ] = False,
     as_json: Json = False,
 ) -> int | None:
-    """Serve a model repository with tritonserver.
+    """Serve a target with tritonserver, or with the runtime's own server.
 
     The command returns, or reports that the server is ready, after one request has been answered.
 
     \b
     Examples:
       trtpipe serve llama3-8b.h100.fp8
-      trtpipe serve --detach --http-port 0 --grpc-port 0
+      trtpipe serve llama3-8b.h100.vllm.fp8 --front native --detach
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.serving import background, serve, watchdog
+    from trtpipe.pipeline.serving import background, launch_options, repositories, serve, watchdog
 
     store = own_store()
-    found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
-    options = serve.LaunchOptions(
-        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+    found = (
+        [repositories.find_repository(target) for target in targets]
+        if targets
+        else [repositories.find_repository(None)]
+    )
+    options = launch_options.LaunchOptions(
+        front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -88,11 +96,13 @@ def serve(
         engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
-    console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
+    program = "the runtime's own server" if front == "native" else "tritonserver"
+    console.note(f"starting {program} with " + ", ".join(name for name, _ in found))
 
     def work(leave: background.Ready | None) -> None:
-        with console_serve.starting() as show:
-            running, process = serve.launch(found, store, options, console.note, show)
+        with console_progress.working("serve", announce=False) as progress:
+            progress.step("checking the repository")
+            running, process = serve.launch(found, store, options, console.note, progress.step)
 
         def announce() -> None:
             console_serve.started(running, attached=leave is None, as_json=as_json)
@@ -139,10 +149,11 @@ def gateway(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.gateway import access, supervisor
     from trtpipe.pipeline.gateway.options import GatewayOptions
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(serve.gateway_model(target, tuple(served_model_name or ())),), grpc_url=triton, host=host, port=port,
+        models=(launch_options.gateway_model(target, tuple(served_model_name or ())),),
+        grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
         linger_s=linger, drain_s=drain,
@@ -191,9 +202,9 @@ def logs(
       trtpipe logs --server llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import logs
 
-    for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
+    for piece in logs.read_log(own_store(), server, lines=lines, follow=follow):
         console.text(piece)
 
 
@@ -212,10 +223,11 @@ def reload(
       trtpipe reload
       trtpipe reload llama3-8b.h100.fp8
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.serving import serve
 
-    renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    with console_progress.working("reload", announce=False):
+        renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
     if as_json:
         console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
         return
@@ -235,10 +247,11 @@ def stop(
       trtpipe stop llama3-8b.h100.fp8
       trtpipe stop --all
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.serving import serve
 
-    ended = serve.stop(own_store(), name, everything=everything)
+    with console_progress.working("stopping", announce=False):
+        ended = serve.stop(own_store(), name, everything=everything)
     if as_json:
         console.result_json([console_serve.facts(server, stopped=True) for server in ended])
     else:
@@ -315,6 +328,7 @@ def monitoring(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a Grafana dashboard, scrape config and alerts.
 
@@ -325,9 +339,9 @@ def monitoring(
     """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
-    from trtpipe.pipeline.serving import serve, servers
+    from trtpipe.pipeline.serving import repositories, servers
 
-    name, repository = serve.find_repository(target)
+    name, repository = repositories.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
     written = write_monitoring(
@@ -336,6 +350,9 @@ def monitoring(
         gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
         key_file=api_key_file,
     )  # fmt: skip
+    if as_json:
+        console.result_json({"folder": written, "files": sorted(path.name for path in written.iterdir())})
+        return
     if not gateways and api_key_file is None and any(one.keyed for one in found):
         console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
     console.result(str(written))
@@ -409,6 +426,7 @@ def k8s(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
 
@@ -425,11 +443,11 @@ def k8s(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.config import DeployConfig
     from trtpipe.pipeline.deploy.kubernetes import write
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import repositories
     from trtpipe.pipeline.spec import set_layer
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
-    name, repository = serve.find_repository(target)
+    name, repository = repositories.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
@@ -437,5 +455,8 @@ def k8s(
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
+    if as_json:
+        console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})
+        return
     console.table(("written",), [(path,) for path in paths])
     console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")

@@ -39,6 +39,7 @@ def ls(as_json: Json = False) -> None:
 def rm(
     targets: Annotated[list[str], typer.Argument(help="Targets in ./runs.")],
     gc: Annotated[bool, typer.Option("--gc", help="Also delete artefacts that no run refers to.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Remove targets from ./runs.
 
@@ -55,11 +56,16 @@ def rm(
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
     store = own_store()
-    console.result(*(f"removed {name}" for name in remove_targets(targets, store)))
+    removed = remove_targets(targets, store)
+    if not as_json:
+        console.result(*(f"removed {name}" for name in removed))
     garbage = find_garbage(store, references(store))
     size = console.size(sum(one.size for one in garbage))
     if gc:
         remove(garbage, store)
+    if as_json:
+        console.result_json({"removed": removed, "dropped": gc, "garbage": garbage})
+    elif gc:
         console.result(f"dropped {len(garbage)} artefacts, {size}")
     elif garbage:
         console.result(f"next: trtpipe gc   (frees {size})")

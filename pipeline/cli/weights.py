@@ -61,14 +61,14 @@ def convert(
     from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.model_config import EmbeddingSharding
     from trtpipe.engines.quantization import parse_float
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
     release = facts.find_toolchain(toolchain).name
     mapping = Mapping(tp_size=tp, pp_size=pp)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
-    with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
+    with new_folder(out_dir) as out, console_progress.working("convert", str(hf_dir)) as progress:
         write_checkpoint(
             hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
         )
@@ -126,7 +126,7 @@ def quantize(
     from trtpipe.engines.base import CalibrationConfig, Mapping
     from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
     from trtpipe.engines.quantize import job
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
     from trtpipe.pipeline.store.folders import new_folder
 
@@ -140,11 +140,12 @@ def quantize(
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
         if recipe.quantization.calibrated and scales is None:
-            rows = calibration.samples(hf_dir, chosen)
+            with console_progress.working("samples", calib, announce=False):
+                rows = calibration.samples(hf_dir, chosen)
     with (
         new_folder(out_dir) as out,
         _log("quantize") as log,
-        console.BuildReporter().stage("quantize", str(hf_dir)) as progress,
+        console_progress.working("quantize", str(hf_dir)) as progress,
     ):
         job.quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
@@ -182,12 +183,14 @@ def verify(
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
     from trtpipe.pipeline.accuracy import gate, page
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
 
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
-        ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
-    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized)) as progress:
+        chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
+        with console_progress.working("samples", text, announce=False):
+            ids = calibration.samples(original, chosen)
+    with _log("verify") as log, console_progress.working("verify", str(quantized)) as progress:
         measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
     recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
     report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
@@ -221,12 +224,13 @@ def inspect(
     """
     from trtpipe.engines.checkpoint.restore import differences
     from trtpipe.engines.hf.inspection import inspect as look
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
 
     found = look(folder)
     problems = list(found.problems)
     if verify_against is not None and not problems:
-        problems = differences(folder, verify_against)
+        with console_progress.working("inspect", str(folder), announce=False) as progress:
+            problems = differences(folder, verify_against, progress)
     console.inspection(found, problems, tensors=tensors, as_json=as_json)
     if problems:
         from trtpipe.engines.errors import InputDataError
@@ -251,11 +255,11 @@ def restore(
       trtpipe inspect OUT_DIR --verify-against HF_DIR
     """
     from trtpipe.engines.checkpoint.restore import restore as rebuild
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
-    with new_folder(out_dir) as out:
-        rebuild(checkpoint_dir, out)
+    with new_folder(out_dir) as out, console_progress.working("restore", str(checkpoint_dir)) as progress:
+        rebuild(checkpoint_dir, out, progress)
     if as_json:
         console.result_json({"folder": out_dir})
         return

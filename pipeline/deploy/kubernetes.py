@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines import load_backend
 from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
@@ -145,15 +144,14 @@ def _gateway_image(passport: Passport, config: DeployConfig) -> str | None:
 
 def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
     """Refuse an engine that the nodes cannot run. Raises ArtefactRefused or UsageError."""
-    anywhere = load_backend(passport.runtime).ANYWHERE
-    if anywhere and not gpu.is_cpu:
+    if passport.sms is None and not gpu.is_cpu:
         raise ArtefactRefused(
             f"this engine is for the {passport.runtime} runtime",
             why=f"it computes on the CPU, and would hold {gpu.name} GPUs without using them",
             remedy=f"build for them with `trtpipe build --gpu {gpu.name}`, or deploy it with --gpu cpu",
         )
     if gpu.is_cpu:
-        if not anywhere:
+        if passport.sms is not None:
             raise ArtefactRefused(
                 f"this engine is for {passport.target()}, and nodes without a GPU are asked for",
                 remedy=f"deploy it to {passport.gpu}, or build with `--gpu cpu`",

@@ -1,4 +1,4 @@
-"""One streamed generation from a running server, over gRPC."""
+"""One streamed generation from a running server: over gRPC from a Triton, over the OpenAI API from another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.serving.openai_client import SILENCE_SECONDS, events
 
-# Longest silence of a server between two pieces of text.
-SILENCE_SECONDS = 120.0
 # Time limit for a server to end a stream after its last response.
 LEAVE_SECONDS = 10.0
 # Responses that may wait to be shown; the server waits while there are more.
@@ -118,6 +117,18 @@ def stream(
         client.stop_stream(cancel_requests=not whole)
         late.cancel()
         client.close()
+
+
+def stream_openai(
+    url: str, prompt: str, sampling: SamplingParams, *, model: str, max_tokens: int, stop_words: Sequence[str] = ()
+) -> Iterator[str]:
+    """As `stream`, from the OpenAI-compatible server of a runtime."""
+    values = {name: value for name, value in _values(sampling, max_tokens).items() if value is not None}
+    if sampling.temperature is None and sampling.top_k is None and sampling.top_p is None:
+        values["temperature"] = 0.0  # its default is not greedy
+    body = {"model": model, "prompt": prompt, "stop": list(stop_words), **values}
+    for event in events(url, "/v1/completions", body):
+        yield from (choice["text"] for choice in event["choices"])
 
 
 def _text(grpc_url: str, result: Any) -> str:

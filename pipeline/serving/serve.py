@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
@@ -23,9 +19,25 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
-from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.run_folder import RUNS
+from trtpipe.pipeline.serving import http_streams, native, tritonserver
+from trtpipe.pipeline.serving.launch_options import (
+    FRONTS,
+    SHM_SIZE,
+    LaunchOptions,
+    check_container_options,
+    exposure,
+    gateway_options,
+)
+from trtpipe.pipeline.serving.logs import log_path
+from trtpipe.pipeline.serving.repositories import (
+    check_passport,
+    choose_server,
+    find_repository,
+    imports,
+    require_alike,
+    served_by,
+)
 from trtpipe.pipeline.serving.servers import (
     Served,
     Server,
@@ -45,108 +57,8 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
 
 # Shows the stage of a server's start, and a detail of it that changes.
 Show = Callable[[str, str], None]
-SERVERS = ("auto", "local", "docker")
 # Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.
 START_CRASH = "boost::interprocess::lock_exception"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Options for the start of a server.
-
-    server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
-    host                 address to listen on
-    http, grpc, metrics  ports; 0 takes a free one
-    openai               port of the OpenAI-compatible gateway; None starts none
-    gateway_workers      number of the gateway's processes
-    api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
-    tls_cert, tls_key    the gateway's certificate and key, PEM files
-    model_names          names of the only target's model at the gateway; the target's name if left out
-    cors_origins         origins whose pages may call the gateway from a browser
-    gpus                 indices of the GPUs a container gets; None for all
-    shm_size             shared memory of a container; each Python model and rank takes some
-    engine_python        interpreter of the engine process, where vLLM is installed in another environment
-    allow_model_code     whether code of unknown templates may run
-    """
-
-    server: str = "auto"
-    host: str = "127.0.0.1"
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
-    openai: int | None = None
-    gateway_workers: int = 1
-    api_keys_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    model_names: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    gpus: tuple[int, ...] | None = None
-    shm_size: str = "2g"
-    engine_python: str = sys.executable
-    allow_model_code: bool = False
-
-
-def find_repository(target: str | None) -> tuple[str, Path]:
-    """(name, folder) of the repository to serve: a target of ./runs, a folder, or the newest run. Raises UsageError."""
-    if target is None:
-        runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
-        if not runs:
-            raise UsageError(
-                "there is nothing to serve in ./runs", remedy="run `trtpipe build --recipe smollm2-cpu` first"
-            )
-        target = runs[-1].parent.name
-    run = find_run(target)
-    if run is not None:
-        return run.path.name, run.linked("repository")
-    folder = Path(target)
-    if (folder / "repository").is_dir():
-        return folder.resolve().name, (folder / "repository").resolve()
-    if (folder / "tensorrt_llm" / "config.pbtxt").is_file():
-        return folder.resolve().name, folder.resolve()
-    raise UsageError(
-        f"'{target}' is neither a target in ./runs nor a model repository",
-        remedy=SEE_TARGETS,
-    )
-
-
-def imports(target: str, repository: Path) -> tuple[str, ...]:
-    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
-    run = RunFolder.of(target)
-    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
-    return tuple(run.imports()) if own else ()
-
-
-def check_passport(repository: Path) -> Passport:
-    """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
-    passport = read_passport(repository / ENGINE_FOLDER)
-    compatibility.examine(passport).require(repository / ENGINE_FOLDER)
-    return passport
-
-
-def _served_by(passport: Passport) -> ServedBy:
-    return load_backend(passport.runtime).SERVED_BY
-
-
-def choose_server(asked: str, passport: Passport) -> str:
-    """The server that runs the engine: local or docker. Raises UsageError for an unknown one, ArtefactRefused for one
-    that cannot run it."""
-    usual = "local" if _served_by(passport) is ServedBy.ENGINE_PROCESS else "docker"
-    if asked not in SERVERS:
-        raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
-    if asked == "docker" and usual == "local":
-        raise ArtefactRefused(
-            f"this engine is for the {passport.runtime} runtime",
-            why="NVIDIA's image does not hold it",
-            remedy="serve it with --server local",
-        )
-    if asked == "local" and usual == "docker":
-        raise ArtefactRefused(
-            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
-            why="the tritonserver of this environment runs reference and vllm engines",
-            remedy=f"serve it with --server docker, from {passport.image}",
-        )
-    return usual
 
 
 def launch(
@@ -167,41 +79,42 @@ def launch(
         compatibility.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
+    if options.front not in FRONTS:
+        raise UsageError(f"unknown front '{options.front}'", remedy=suggestion(options.front, FRONTS))
     kind = choose_server(options.server, passport)
+    check_container_options(options, kind)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
         if server.name == name and server.watcher != os.getpid():
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
+    if options.front == "native":
+        if len(targets) > 1:
+            raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")
+        exposed = exposure(options, None, keyed=False)
+        if exposed is not None:
+            note(exposed)
+        (one,) = _served(targets, options)
+        return native.launch(one, passport, store, log_path(store, name), options, show)
     # The LLM API's models take text, and the gateway does not support them.
-    openai = None if _served_by(passport) is ServedBy.LLM_API else options.openai
+    openai = None if served_by(passport) is ServedBy.LLM_API else options.openai
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
-    alone = len(targets) == 1
-    served = tuple(
-        Served(
-            name=target,
-            repository=repository,
-            prefix="" if alone else f"{target}.",
-            imported=imports(target, repository),
-            names=options.model_names,
-        )
-        for target, repository in targets
-    )
-    gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
+    served = _served(targets, options)
+    gateway = None if openai is None else gateway_options(served, passports, endpoints, openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
     models = lay_out_models(served, folder)
-    if not alone:
+    if len(targets) > 1:
         _check_together(models, passport, note)
     warning = http_streams.warning(passports, http_streams.capacity())
     if warning is not None:
         note(warning)
     names = sorted(path.name for path in models.iterdir())
-    log = _log(store, name)
+    log = log_path(store, name)
     log.parent.mkdir(parents=True, exist_ok=True)
     if kind == "local":
         installation = tritonserver.find_installation()
@@ -214,8 +127,8 @@ def launch(
         start = partial(
             tritonserver.start_docker,
             passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
-            world_size=passport.world_size if _served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size,
+            world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
@@ -237,16 +150,18 @@ def launch(
     return server, process
 
 
-def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: bool) -> str | None:
-    """A warning where other machines reach a server that asks for no key; None on loopback.
-
-    keyed  whether the gateway asks for one
-    """
-    if options.host == "localhost" or options.host.startswith("127."):
-        return None
-    ports = "HTTP, gRPC and metrics" + ("" if keyed or gateway is None else ", and the gateway")
-    advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
-    return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
+def _served(targets: Sequence[tuple[str, Path]], options: LaunchOptions) -> tuple[Served, ...]:
+    alone = len(targets) == 1
+    return tuple(
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+            names=options.model_names,
+        )
+        for target, repository in targets
+    )
 
 
 def start_until_ready(
@@ -257,7 +172,7 @@ def start_until_ready(
     for attempt in (1, 2):
         process = start()
         try:
-            tritonserver.wait_ready(process, endpoints, log, tick)
+            tritonserver.wait_ready(process, endpoints.ready_url, log, tick)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
@@ -269,26 +184,6 @@ def start_until_ready(
         else:
             break
     return process
-
-
-def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
-    """Refuse targets that one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
-    if len(set(names)) < len(names):
-        raise UsageError("a target is named twice", remedy="name each once")
-    first = passports[0]
-    for name, passport in zip(names, passports, strict=True):
-        if (passport.runtime, passport.image) != (first.runtime, first.image):
-            raise ArtefactRefused(
-                f"{name} is for {passport.runtime} {passport.image or ''}".rstrip(),
-                why=f"{names[0]} is for {first.runtime} {first.image or ''}".rstrip() + ", and a server is of one kind",
-                remedy="serve them by two commands, on ports of their own",
-            )
-        if len(names) > 1 and _served_by(passport) is ServedBy.TENSORRTLLM and passport.world_size > 1:
-            raise ArtefactRefused(
-                f"{name} is an engine of {passport.world_size} ranks",
-                why="its ranks are servers of their own, which would load the other models as well",
-                remedy="serve it alone",
-            )
 
 
 def _check_together(models: Path, passport: Passport, note: Callable[[str], None]) -> None:
@@ -307,55 +202,11 @@ def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> li
     return sorted(reads | {folder / "linked"})
 
 
-def _gateway_options(
-    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
-) -> GatewayOptions:
-    """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
-    chosen = GatewayOptions(
-        models=tuple(_gateway_model(one, passport) for one, passport in zip(served, passports, strict=True)),
-        # A server that listens on all addresses is reached on loopback.
-        grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
-        host=options.host,
-        port=port,
-        workers=options.gateway_workers,
-        api_keys_file=options.api_keys_file,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        cors_origins=options.cors_origins,
-    )
-    access.check(chosen)
-    return chosen
-
-
-def _gateway_model(served: Served, passport: Passport) -> ServedModel:
-    return ServedModel(
-        name=served.model_names[0],
-        aliases=served.model_names[1:],
-        tokenizer=served.tokenizer,
-        triton_model=served.model(ENGINE_MODEL),
-        max_input_len=passport.build_config["max_input_len"],
-        max_seq_len=passport.build_config["max_seq_len"],
-    )
-
-
-def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
-    """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
-    found, repository = find_repository(target)
-    passport = read_passport(repository / ENGINE_FOLDER)
-    if _served_by(passport) is ServedBy.LLM_API:
-        raise ArtefactRefused(
-            f"a gateway cannot serve an engine of {passport.runtime}",
-            why="its models take text, and the gateway sends tokens",
-            remedy="ask Triton itself, or build with --runtime tensorrt_llm",
-        )
-    return _gateway_model(Served(name=found, repository=repository, names=names), passport)
-
-
 def end(server: Server) -> None:
     """End a server and its gateway. Requests in flight have some seconds to end."""
     if server.gateway_pid is not None:
         gateway_process.end(server.gateway_pid)
-    tritonserver.end(server.pid)
+    tritonserver.end(server.pid, server.program)
 
 
 def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
@@ -390,6 +241,8 @@ def reload(
     load: the server then keeps what it has.
     """
     server = find_running(store, name)
+    if server.native:
+        raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
     if target is None:
         fresh = {one.name: find_repository(one.name)[1] for one in server.served}
     else:
@@ -446,56 +299,6 @@ def smoke(server: Server, served: Served) -> None:
         raise StageFailed("the smoke request failed", why=why, remedy=f"the server's log is {server.log}")
 
 
-def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
-    """The last `lines` of a server's log, and with `follow` the lines that are added while the server runs.
-
-    A server that has ended has a log too. Raises UsageError for a name without one, and for an ambiguous None.
-    """
-    name = name or _whose_log(store)
-    path = _log(store, name)
-    if not path.is_file():
-        left = _logged(store)
-        remedy = suggestion(name, left) if left else "run `trtpipe serve`"
-        raise UsageError(f"there is no log of a server named '{name}'", remedy=remedy)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield "".join(collections.deque(file, maxlen=lines))
-        while follow:
-            piece = file.read()
-            if piece:
-                yield piece
-            elif not any(server.name == name for server in running(store)):
-                return
-            else:
-                time.sleep(0.2)
-
-
-def _log(store: Store, name: str) -> Path:
-    return store.home / "logs" / f"serve-{name}.log"
-
-
-def _logged(store: Store) -> list[str]:
-    """The servers that have a log, running or not."""
-    logs = sorted((store.home / "logs").glob("serve-*.log"))
-    names = {log.stem.removeprefix("serve-") for log in logs}
-    return sorted(name for name in names if name.removesuffix(".gateway") not in names - {name})
-
-
-def _whose_log(store: Store) -> str:
-    """Name of the only running server or, where none runs, of the only one that died, or the only one with a log.
-    Raises UsageError."""
-    servers = recorded(store)
-    if any(server.died is None for server in servers):
-        return find_running(store, None).name
-    left = [server.name for server in servers] or _logged(store)
-    if not left:
-        raise UsageError("no server is running, and none has left a log", remedy="run `trtpipe serve`")
-    if len(left) > 1:
-        raise UsageError(
-            "no server is running, and several have left a log", remedy="name one with --server: " + ", ".join(left)
-        )
-    return left[0]
-
-
 def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Server]:
     """End the server of that name, the only one, or all. Returns those that were ended, and those that had died, whose
     record goes too. Raises UsageError for an unknown name, and where no name leaves a choice."""
@@ -510,7 +313,7 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
     for server in servers:
         if server.died is None:
             end_watcher(server)
-            if tritonserver.alive(server.pid):
+            if server.alive:
                 end(server)
         forget(store, server)
     return servers

@@ -65,6 +65,8 @@ class Server:
 
     keyed  whether its gateway asks for a key
     died   why it ended by itself; None while it runs
+    native program of the runtime's own server, by which its process is known; "" for a tritonserver. It has one
+           address, which is that of its HTTP API, of its OpenAI API and of its metrics
     """
 
     name: str
@@ -77,6 +79,17 @@ class Server:
     watcher: int | None = None
     keyed: bool = False
     died: str | None = None
+    native: str = ""
+
+    @property
+    def program(self) -> str:
+        """The word of its command line by which its process is known."""
+        return self.native or tritonserver.PROGRAM
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return tritonserver.alive(self.pid, self.program)
 
     def find(self, name: str | None) -> Served:
         """The served repository of that name, or the only one. Raises UsageError."""
@@ -95,7 +108,7 @@ def state(server: Server) -> str:
     """died, running, or restarting: its watchdog runs, and is starting tritonserver again."""
     if server.died is not None:
         return "died"
-    return "running" if tritonserver.alive(server.pid) else "restarting"
+    return "running" if server.alive else "restarting"
 
 
 def running(store: Store) -> list[Server]:
@@ -114,7 +127,7 @@ def recorded(store: Store) -> list[Server]:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        if server.died is None and not tritonserver.alive(server.pid) and not watched(server):
+        if server.died is None and not server.alive and not watched(server):
             if server.gateway_pid is not None:
                 process.end(server.gateway_pid)
             server = bury(store, server, tritonserver.failure(server.log))
@@ -138,7 +151,13 @@ def read_server(path: Path) -> Server:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of a server: {error}") from None
     numbers = (server.pid, server.gateway_pid or 1, server.watcher or 1, points.http, points.grpc, points.metrics)
-    texts = (server.name, points.host, server.gateway_url or "", *(t for s in served for t in (s.name, s.prefix)))
+    texts = (
+        server.name,
+        server.native,
+        points.host,
+        server.gateway_url or "",
+        *(t for s in served for t in (s.name, s.prefix)),
+    )
     if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
         raise ValueError(f"{path} is no record of a server: a value is of another type")
     # Processes are queried and ended by these ids, and files are removed by the name.

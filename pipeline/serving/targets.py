@@ -63,7 +63,7 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
     elif made:
         state = f"{missing[0]} is next" if missing else "complete"
     else:
-        state = "its artefacts are gone" if run.stages() else "failed: nothing is made"
+        state = "its artefacts are gone" if run.stages() else "nothing is made"
     return Target(
         name=run.path.name,
         state=state,

@@ -47,15 +47,22 @@ LOOK_SECONDS = 0.5
 # Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 STOP_SECONDS = 30.0
+PROGRAM = "tritonserver"
 # A larger log is set aside when a server starts; the last start is searched for in the last part of a log.
 LOG_BYTES = 16 << 20
 # Line before a server's output, because a log holds every start.
-STARTED = "--- tritonserver is started "
+STARTED = "--- server is started "
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
 # class of a Python exception stands before its message, its traceback after it.
 LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']+)' version \d+: [\w ]+: (?:TritonModelException: )?(?P<reason>.*?)(?:\\n|\"?$)",
     re.MULTILINE,
+)
+
+
+# Last line of a Python traceback, as vLLM and TensorRT-LLM write it: after the process and the place in the source.
+RAISED = re.compile(
+    r"^(?:\([^)\n]*\) )?(?:[A-Z]+ [\d:. -]+)?(?:\[[^]\n]*\] )*((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
 
 
@@ -87,6 +94,10 @@ class Endpoints:
     @property
     def grpc_url(self) -> str:
         return f"{self.host}:{self.grpc}"
+
+    @property
+    def ready_url(self) -> str:
+        return f"{self.http_url}/v2/health/ready"
 
     @property
     def metrics_url(self) -> str:
@@ -150,11 +161,15 @@ def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int 
 
     openai  the gateway's port, checked with the others although the gateway binds it
     """
+    chosen = free_ports(host, http=http, grpc=grpc, metrics=metrics, **({} if openai is None else {"openai": openai}))
+    return Endpoints(host=host, http=chosen["http"], grpc=chosen["grpc"], metrics=chosen["metrics"])
+
+
+def free_ports(host: str, **ports: int) -> dict[str, int]:
+    """The ports by name, 0 replaced by a free one. Raises HostError for a port in use, UsageError for no port."""
     chosen: dict[str, int] = {}
     with contextlib.ExitStack() as probes:  # held together, or one free port could be chosen twice
-        for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("openai", openai)):
-            if port is None:
-                continue
+        for name, port in ports.items():
             if not 0 <= port < 1 << 16:
                 raise UsageError(f"--{name}-port {port} is not a port", remedy="give a number from 0 to 65535")
             if port in chosen.values():
@@ -174,7 +189,7 @@ def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int 
                     else "pass an IPv4 address of this machine as --host",
                 ) from None
             chosen[name] = probe.getsockname()[1]
-    return Endpoints(host=host, http=chosen["http"], grpc=chosen["grpc"], metrics=chosen["metrics"])
+    return chosen
 
 
 def prepare_backends(
@@ -231,7 +246,7 @@ def start_local(
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
     }
     command = [sys.executable, "-I", owner_only.__file__, *server_command(options)]
-    return _spawn(command, environment, models, log)
+    return spawn(command, environment, models, log)
 
 
 def start_docker(
@@ -250,21 +265,30 @@ def start_docker(
         histograms=True,
         root=os.geteuid() == 0,
     )
+    command = server_command(options, world_size=world_size)
+    return spawn_in_docker(image, command, reads, models, log, gpus=gpus, shm_size=shm_size)
+
+
+def spawn_in_docker(
+    image: str, command: Sequence[str], reads: Sequence[Path], folder: Path, log: Path, *,
+    gpus: tuple[int, ...] | None, shm_size: str,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start a server's command line in an image, in `folder`, which it may write; `reads` are mounted too."""
     spec = {
         "image": image,
-        "command": server_command(options, world_size=world_size),
-        "reads": [str(folder) for folder in reads],
-        "out": str(models),
+        "command": list(command),
+        "reads": [str(path) for path in reads],
+        "out": str(folder),
         "gpus": gpus,
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return _spawn(
-        [*python_command("trtpipe.pipeline.serving.docker_server", outlives=True), json.dumps(spec)], {}, models, log
+    return spawn(
+        [*python_command("trtpipe.pipeline.serving.docker_server", outlives=True), json.dumps(spec)], {}, folder, log
     )
 
 
-def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start it in a session of its own, so that we decide whether to pass on a Ctrl-C."""
     with _open_log(log) as output:
         output.write(f"{STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
@@ -327,24 +351,25 @@ class Loading:
 
 
 def wait_ready(
-    process: subprocess.Popen[bytes], endpoints: Endpoints, log: Path, tick: Callable[[], None] = lambda: None
-) -> None:
-    """Return when the server and all its models are ready. Raises StageFailed with the server's own reason."""
+    process: subprocess.Popen[bytes], url: str, log: Path, tick: Callable[[], None] = lambda: None,
+    *, program: str = PROGRAM,
+) -> None:  # fmt: skip
+    """Return when a GET of `url` is answered with 200. Raises StageFailed with the server's own reason."""
     import httpx
 
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StageFailed("tritonserver does not start", why=failure(log), remedy=f"its log is {log}")
+            raise StageFailed(f"{program} does not start", why=failure(log), remedy=f"its log is {log}")
         try:
-            if httpx.get(f"{endpoints.http_url}/v2/health/ready", timeout=2).status_code == 200:
+            if httpx.get(url, timeout=2).status_code == 200:
                 return
         except httpx.HTTPError:
             pass  # not listening yet
         tick()
         time.sleep(0.05)
     raise StageFailed(
-        f"tritonserver is not ready after {READY_SECONDS:.0f} s",
+        f"{program} is not ready after {READY_SECONDS:.0f} s",
         why=tail(log, begin=last_start(log)),
         remedy=f"its log is {log}",
     )
@@ -397,15 +422,18 @@ def failure(log: Path) -> str:
     thrown = re.findall(r"^ *what\(\): *(.+)$", text, re.MULTILINE)
     if thrown:
         return f"it crashed: {thrown[-1].strip()}"
+    raised = [reason for reason in RAISED.findall(text) if "See root cause above" not in reason]
+    if raised:
+        return str(raised[-1])
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
     # Every server without a GPU logs the first error, and continues.
     errors = [error for error in errors if "CudaDriverHelper" not in error]
     return errors[0] if errors else tail(log, begin=begin)
 
 
-def end(pid: int) -> bool:
+def end(pid: int, program: str = PROGRAM) -> bool:
     """End a server started here, and all it started. True when it ended by itself, False when it was killed."""
-    left = terminate(pid, alive, STOP_SECONDS)
+    left = terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
     # A stub or an engine process that outlived its server is still in the server's process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -456,9 +484,13 @@ def remove_shared_memory(endpoints: Endpoints) -> None:
             region.unlink()
 
 
-def alive(pid: int) -> bool:
-    """Whether `pid` is a running tritonserver or its stand-in, and not another program with that process id."""
+def alive(pid: int, program: str = PROGRAM) -> bool:
+    """Whether `pid` is a running server or the stand-in of one in Docker, and not another program with that process id.
+
+    program  a word of its command line, or the name of its file
+    """
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
     words = words_of(pid) or [b""]
-    return words[0].rpartition(b"/")[2] == b"tritonserver" or b"trtpipe.pipeline.serving.docker_server" in words
+    own = {program.encode(), b"trtpipe.pipeline.serving.docker_server"}
+    return not own.isdisjoint([words[0].rpartition(b"/")[2], *words])

@@ -23,8 +23,9 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.net import triton_metrics
 from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
-from trtpipe.pipeline.serving.serve import LaunchOptions, end, launch
+from trtpipe.pipeline.serving.serve import end, launch
 from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
@@ -182,7 +183,7 @@ def _start_again(
     """Start an ended server again at its old ports; its gateway continues, unless it has ended as well."""
     # `reload` may have changed what the server serves.
     server = next((one for one in running(store) if one.name == server.name), server)
-    tritonserver.end(server.pid)
+    tritonserver.end(server.pid, server.program)
     clean_up(store, server)
     kept = server.gateway_pid is not None and gateway_process.alive(server.gateway_pid)
     openai = None if kept or server.gateway_url is None else int(server.gateway_url.rpartition(":")[2])
@@ -198,7 +199,7 @@ def _start_again(
 
 def _ended(status: int, server: Server) -> StageFailed:
     error = StageFailed(
-        f"tritonserver ended by itself (status {status})",
+        f"{server.program} ended by itself (status {status})",
         why=tritonserver.failure(server.log),
         remedy=f"its log is {server.log}",
     )

@@ -180,6 +180,7 @@ def _import_gguf(path: Path, job: Job) -> None:
         {"gguf": str(path), "out": str(job.out)},
         job.log,
         what="reading the GGUF file",
+        progress=job.progress,
     )
 
 

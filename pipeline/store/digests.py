@@ -8,13 +8,14 @@ changes the ctime too, and `linked` and `remove_tree` follow that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import BinaryIO
 from trtpipe.engines.json_input import load_json, open_regular
 from trtpipe.pipeline.store.folders import write_whole
 
+# Surrounds the reading of a file, called with its path and size; what it yields is called with the bytes read so far.
+Watch = Callable[[Path, int], contextlib.AbstractContextManager[Callable[[int], None]]]
 BLOCK_BYTES = 1 << 20
 # A file changed again within one clock tick keeps its stat, so the digest of a younger file is not remembered.
 SETTLED_NS = 20_000_000
@@ -44,9 +47,13 @@ class _Known:
 
 
 class Digests:
-    """File digests, remembered in the file `memory`; `save` writes new ones. Losing the file costs time only."""
+    """File digests, remembered in the file `memory`; `save` writes new ones. Losing the file costs time only.
 
-    def __init__(self, memory: Path) -> None:
+    `watch` sees each file that is read.
+    """
+
+    def __init__(self, memory: Path, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._memory = memory
         self._known = _read(memory)
         self._learnt: dict[str, _Known] = {}
@@ -68,7 +75,7 @@ class Digests:
     def read(self, path: Path) -> str:
         """The digest of a file, by reading it."""
         stat, now = path.stat(), time.time()
-        digest = sha256_file(path)
+        digest = sha256_file(path, self._watch)
         known = self._known.get(_key(stat))
         if known is not None and known.fits(stat) and known.sha256 == digest and now - known.read < NOTE_AGAIN_SECONDS:
             self._confirmed.add(_key(stat))
@@ -142,16 +149,24 @@ def _read(memory: Path) -> dict[str, _Known]:
         return {}
 
 
-def sha256_file(path: Path) -> str:
+@contextlib.contextmanager
+def _unwatched(path: Path, size: int) -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
+
+
+def sha256_file(path: Path, watch: Watch | None = None) -> str:
     """The digest of a regular file. Raises OSError, also for a pipe or a device."""
     digest = hashlib.sha256()
     try:
         opened = open_regular(path)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with opened as file:
+    with opened as file, (watch or _unwatched)(path, os.fstat(file.fileno()).st_size) as tell:
+        done = 0
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
+            done += len(block)
+            tell(done)
     return digest.hexdigest()
 
 

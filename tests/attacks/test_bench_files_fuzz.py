@@ -129,9 +129,9 @@ def compared(*names: str) -> Callable[[Path], None]:
 
 def loaded(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
-        for level in find_load(str(folder / name)).load_points:
-            if isinstance(level, Replay):
-                schedule(level, 0)
+        for load_point in find_load(str(folder / name)).load_points:
+            if isinstance(load_point, Replay):
+                schedule(load_point, 0)
 
     return read
 

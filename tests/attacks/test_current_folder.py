@@ -113,7 +113,7 @@ def here(trap: Trap) -> Callable[..., str]:
 PATHS = pytest.mark.parametrize("pythonpath", [None, ".", ":/nowhere"])
 
 
-def test_the_trap_works(trap: Trap) -> None:
+def test_a_plain_python_imports_modules_of_the_current_folder(trap: Trap) -> None:
     subprocess.run([sys.executable, "-c", "import pipeline, json"], cwd=trap.folder, env=trap.environment, check=True)
     assert trap.imported() == {"pipeline", "json"}
 
@@ -145,7 +145,7 @@ def test_the_load_tester_and_its_server(here: Callable[..., str], pythonpath: st
     assert "a core of this client can take" in answer
 
 
-def test_pip(trap: Trap) -> None:
+def test_pip_imports_no_module_of_the_current_folder(trap: Trap) -> None:
     trap.run([*python_command("pip"), "--version"])
 
 
@@ -164,7 +164,7 @@ def test_the_module_of_the_command_itself(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize("how", [["-m", "trtpipe"], [str(LAUNCHER), "trtpipe"]])
-def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
+def test_absolute_entries_of_pythonpath_stay(tmp_path: Path, how: list[str]) -> None:
     """An entry of PYTHONPATH that names a folder outright; and not our own, which may be a site-packages."""
     stated = tmp_path / "stated"
     stated.mkdir()

@@ -241,7 +241,7 @@ def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritons
     names = sorted(path.name for path in repository.iterdir())
     process = tritonserver.start_local(installation, repository, names, backends, endpoints, scratch / "server.log")
     try:
-        tritonserver.wait_ready(process, endpoints, scratch / "server.log")
+        tritonserver.wait_ready(process, endpoints.ready_url, scratch / "server.log")
         yield endpoints, psutil.Process(process.pid)
     finally:
         tritonserver.end(process.pid)

@@ -1,4 +1,4 @@
-"""Records of a level, written by hand in milliseconds."""
+"""Records of a load point, written by hand in milliseconds."""
 
 from __future__ import annotations
 

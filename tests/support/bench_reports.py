@@ -119,7 +119,7 @@ def metrics(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def level(
+def load_point(
     requests: Sequence[dict[str, Any]], *, concurrency: float | None = 1, rate: float | None = None, **changes: Any
 ) -> dict[str, Any]:
     """What a report says of `requests`, under a closed loop unless a rate is given."""
@@ -143,7 +143,7 @@ def sample(prompt: str = "Say it.", answer: str = "It is said.", **changes: Any)
     return {"id": "r0", "prompt": prompt, "answer": answer, **lengths, **changes}
 
 
-def report(levels: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+def report(load_points: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     whole = {
         "schema": "trtpipe.bench/2", "partial": False, "command": ["trtpipe", "bench", "--concurrency", "1,4"],
         "started": "2026-11-22T01:00:00+00:00", "finished": "2026-11-22T01:05:00+00:00", "verdict": GOOD,
@@ -157,17 +157,19 @@ def report(levels: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:
             name: {"unit": unit, "formula": f"formula of {name}", "undefined": "no successful request"}
             for name, unit in UNITS.items()
         },
-        "records": "report.requests.jsonl", "levels": list(levels),
+        "records": "report.requests.jsonl", "levels": list(load_points),
     }  # fmt: skip
     return {**whole, **changes}
 
 
 def save(folder: Path, value: dict[str, Any], requests: Sequence[Sequence[dict[str, Any]]] = ()) -> Path:
-    """Write report.json, and the requests of each level beside it."""
+    """Write report.json, and the requests of each load point beside it."""
     folder.mkdir(parents=True)
     if requests:
         text = [
-            json.dumps({**one, "level": number}) + "\n" for number, of_level in enumerate(requests) for one in of_level
+            json.dumps({**one, "level": number}) + "\n"
+            for number, of_load_point in enumerate(requests)
+            for one in of_load_point
         ]
         (folder / "report.requests.jsonl").write_text("".join(text))
         value = {**value, "records_sha256": hashlib.sha256("".join(text).encode()).hexdigest()}
@@ -176,7 +178,7 @@ def save(folder: Path, value: dict[str, Any], requests: Sequence[Sequence[dict[s
     return path
 
 
-def saved(folder: Path, *levels: Sequence[dict[str, Any]], **changes: Any) -> Path:
+def saved(folder: Path, *load_points: Sequence[dict[str, Any]], **changes: Any) -> Path:
     """A report of closed loops of 1, 2, 4, ... in flight, with its requests."""
-    told = [level(requests, concurrency=2**number) for number, requests in enumerate(levels)]
-    return save(folder, report(told, **changes), levels)
+    told = [load_point(requests, concurrency=2**number) for number, requests in enumerate(load_points)]
+    return save(folder, report(told, **changes), load_points)

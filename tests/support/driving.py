@@ -31,7 +31,7 @@ NOBODY = Failure("ConnectFailed", "nobody there")
 
 
 def drive(loop: asyncio.AbstractEventLoop, driver: Driver, start_ns: int = 0) -> list[InFlightRequest]:
-    # The limit is for a level that never ends; none of them waits for anything.
+    # The limit is for a load point that never ends; none of them waits for anything.
     loop.run_until_complete(asyncio.wait_for(driver.run(start_ns), 30))
     return driver.ended
 
@@ -149,7 +149,7 @@ def asks(max_tokens: int = 8) -> Iterator[InFlightRequest]:
 
 
 def closed(sender: Sender, load: Closed, limits: Limits = PATIENT, **changes: Any) -> ClosedLoop:
-    """A driver as a level makes it, for answers of eight tokens."""
+    """A driver as a load point makes it, for answers of eight tokens."""
     warmups = [
         [
             InFlightRequest(f"w{place}.{number}", b"", input_tokens=2, max_tokens=length)

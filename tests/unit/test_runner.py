@@ -18,13 +18,15 @@ import pytest
 
 import trtpipe.engines.backends.reference
 from tests.support.factories import hf_folder
-from trtpipe.engines.errors import InputDataError, StageFailed, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.runner import StageResult, execute, status
+from trtpipe.pipeline.serving.targets import list_targets
 from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.build import BUILD
+from trtpipe.pipeline.stages.download import Download
 from trtpipe.pipeline.store.store import Store
 
 # The tiny model ends at 256 positions.
@@ -209,6 +211,22 @@ def test_until_stops_after_that_stage(model: Path, store: Store) -> None:
     assert build(plan(model), store) == {
         "download": REUSED, "tokenizer": REUSED, "convert": REUSED, "build": made, "package": made,
     }  # fmt: skip
+
+
+def test_a_build_that_is_refused_leaves_no_target(
+    model: Path, store: Store, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise HostError("the hub has no acme/tiny")
+
+    monkeypatch.setattr(Download, "check", refuse)
+    with pytest.raises(HostError):
+        build(plan(model), store)
+    assert not (in_folder / "runs").exists()
+    assert list_targets(store) == []
+    monkeypatch.undo()
+    build(plan(model), store)
+    assert [one.state for one in list_targets(store)] == ["complete"]
 
 
 def test_an_unknown_stage_is_refused_before_anything_happens(model: Path, store: Store) -> None:

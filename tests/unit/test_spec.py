@@ -15,7 +15,9 @@ from tests.support.golden import check_golden
 from trtpipe.configs import facts
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.engines.files import write_json
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import BuildSpec, recipe_layer, resolve, set_layer
 
 BASE: dict[str, Any] = {"model": "smollm2-135m", "gpu": "cpu"}
@@ -286,6 +288,26 @@ def test_a_recipe_is_a_file_or_a_name_we_ship(in_folder: Path) -> None:
     assert str(caught.value) == (
         "no recipe 'smollm2-gpu': it is neither a file nor a recipe we ship; did you mean 'smollm2-cpu'?"
     )
+
+
+def test_settings_of_an_earlier_version_that_are_refused_name_the_command_that_makes_them_anew(
+    in_folder: Path, tmp_path: Path
+) -> None:
+    spec = resolve([("option", {"model": "llama3-8b", "gpu": "h100", "dtype": "bf16"})]).to_json()
+    spec["settings"]["build"] |= {"max_batch_size": 1, "max_seq_len": 2048, "max_num_tokens": 8192}
+    folder = RunFolder.of("t")
+    folder.path.mkdir(parents=True)
+    write_json(folder.path / "plan.json", spec)
+    with pytest.raises(UsageError) as error:
+        folder.spec()
+    assert str(error.value) == (
+        "plan runs/t/plan.json is refused by this version: build.max_num_tokens 8192 exceeds the 2048 tokens of a full "
+        "batch: trtllm-build would lower it to 1 requests of 2048 tokens; run `trtpipe build --recipe "
+        "runs/t/plan.json` and pass --set build.max_num_tokens=2048, or raise build.max_batch_size or "
+        "build.max_seq_len"
+    )
+    recipe = recipe_layer("runs/t/plan.json")
+    assert resolve([recipe, set_layer(["build.max_num_tokens=2048"])]).build.max_num_tokens == 2048
 
 
 def test_planning_touches_nothing(in_folder: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
             return text, text_format.Parse(text, definitions().ModelConfig())
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
-        what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL)
+        what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL).rstrip(".")
         report.error(
             "syntax",
             (path, f"line {line}, column {column}" if line is not None else ""),

@@ -46,16 +46,19 @@ def measure(engine: InProcess, levels: Sequence[int], seconds: float | None) -> 
     return found
 
 
-def waves(engine: InProcess, concurrency: int) -> float:
-    """All places start together and so end together, `WAVES` times over: prompts in one step, then tokens alone.
+def waves(
+    engine: InProcess, concurrency: int, prompt: int = PROMPT_TOKENS, new: int = OUTPUT_TOKENS, waves: int = WAVES
+) -> float:
+    """Output tokens a second when all places start together and so end together, `waves` times over: prompts in one
+    step, then tokens alone.
 
     One wave goes ahead: what an engine sets up when it first meets a size is not its speed.
     """
     random = _prompts(concurrency, "waves")
-    _run(engine, random, concurrency, concurrency)
+    _run(engine, random, concurrency, concurrency, prompt, new)
     began = time.perf_counter()
-    _run(engine, random, concurrency, concurrency * WAVES)
-    return concurrency * WAVES * OUTPUT_TOKENS / (time.perf_counter() - began)
+    _run(engine, random, concurrency, concurrency * waves, prompt, new)
+    return concurrency * waves * new / (time.perf_counter() - began)
 
 
 def _prompts(concurrency: int, pattern: str) -> np.random.Generator:
@@ -63,14 +66,16 @@ def _prompts(concurrency: int, pattern: str) -> np.random.Generator:
     return np.random.default_rng([concurrency, *pattern.encode()])
 
 
-def _run(engine: InProcess, random: np.random.Generator, concurrency: int, requests: int) -> None:
+def _run(
+    engine: InProcess, random: np.random.Generator, concurrency: int, requests: int, prompt: int, new: int
+) -> None:
     """So many requests, `concurrency` at once."""
     numbers = iter(range(requests))
 
     def start() -> None:
         number = next(numbers, None)
         if number is not None:
-            engine.add(number, random.integers(0, engine.vocabulary, PROMPT_TOKENS).tolist(), OUTPUT_TOKENS)
+            engine.add(number, random.integers(0, engine.vocabulary, prompt).tolist(), new)
 
     for _ in range(concurrency):
         start()

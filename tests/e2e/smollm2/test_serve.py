@@ -279,13 +279,13 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
     value = json.loads(report.read_text())
     assert (done.status == 0) == value["verdict"]["valid"], done.err
     protocols = ("grpc", "http", "completions", "chat")
-    levels = [(level["protocol"], level["load"]["concurrency"]) for level in value["levels"]]
-    assert levels == [(protocol, places) for protocol in protocols for places in (1, 2)]
-    for level in value["levels"]:
-        assert level["requests"]["succeeded"] == 4, level["errors"]
-        assert level["wrong_length"] == 0
-        assert level["token_count_source"] == ("server" if level["protocol"] in ("grpc", "http") else "usage")
-        assert level["metrics"]["time_to_first_token"]["p50"] > 0
+    load_points = [(load_point["protocol"], load_point["load"]["concurrency"]) for load_point in value["levels"]]
+    assert load_points == [(protocol, places) for protocol in protocols for places in (1, 2)]
+    for load_point in value["levels"]:
+        assert load_point["requests"]["succeeded"] == 4, load_point["errors"]
+        assert load_point["wrong_length"] == 0
+        assert load_point["token_count_source"] == ("server" if load_point["protocol"] in ("grpc", "http") else "usage")
+        assert load_point["metrics"]["time_to_first_token"]["p50"] > 0
     assert all(word in done.out for word in ("TTFT", "ITL", "TPOT", "tokens/s", "requests/s"))
     # What was measured, down to its bytes.
     digests = [value["repository_sha256"], value["engine"]["content"], value["engine"]["checkpoint"]]

@@ -75,7 +75,8 @@ def test_a_cache_of_8_bits_beside_the_same_weights_without() -> None:
 
 def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
     speeds = {
-        level: {"waves": speed, "steady": 1.0} for level, speed in (("1", 150.0), ("64", 4000.0), ("256", 9000.0))
+        load_point: {"waves": speed, "steady": 1.0}
+        for load_point, speed in (("1", 150.0), ("64", 4000.0), ("256", 9000.0))
     }
     served = [{"tokens_per_s": 100.0, "concurrency": 1}]
     result = {

@@ -142,7 +142,7 @@ def slo(attainment: float | None, *values: float | None, met: bool = True) -> di
     return {"attainment": attainment, "met": met, "objectives": [{"value": value, "limit": 100.0} for value in values]}
 
 
-def test_what_a_level_means_for_each_goal() -> None:
+def test_what_a_load_point_means_for_each_goal() -> None:
     assert search().trial(slo(0.5, 20.0, 90.0), False) == Trial(passed=True, excess=0.9)
     assert search().trial(slo(0.5, 20.0, None, met=False), False) == Trial(passed=False, excess=math.inf)
     good = search(goal="max-goodput", attainment=0.9)

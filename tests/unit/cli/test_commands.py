@@ -34,7 +34,7 @@ from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.cli import app as cli
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import tritonserver
-from trtpipe.pipeline.serving.serve import find_repository
+from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served, Server, find_running, running
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
@@ -43,9 +43,9 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export",
-    "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
-    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
+    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan", "probe",
+    "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore",
+    "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def test_a_relative_home_serves_as_well(build: Run, model: Path, monkeypatch: py
 # What is wrong: one line, an exit code by class, nothing half-written
 
 
-def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
+def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None:
     def refused(*arguments: object) -> str:
         done = run(*arguments)
         assert done.status == 2
@@ -448,7 +448,7 @@ DAMAGES = [
     ("damage", "message"),
     [*DAMAGES, (no_tokenizer, "{0} has no tokenizer.json: serving reads the fast tokenizer only")],
 )
-def test_three_is_for_the_data(
+def test_damaged_data_exits_with_3(
     build: Run, model: Path, store: Store, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(model)
@@ -544,7 +544,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
 
 
-def test_four_is_for_the_machine(
+def test_a_machine_that_lacks_something_exits_with_4(
     build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     with monkeypatch.context() as full:
@@ -647,7 +647,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     assert run("serve", *ports).error() == "the server is next"
 
 
-def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stage_exits_with_5(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:
         raise StageFailed("it broke", why="line one\nline two", remedy="the log is x")
 
@@ -656,7 +656,7 @@ def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.Monkey
     assert (done.status, done.error()) == (5, "it broke: line one line two; the log is x")
 
 
-def test_six_is_for_an_engine_that_belongs_elsewhere(
+def test_an_engine_that_belongs_elsewhere_exits_with_6(
     run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = in_folder / "repository-of-mine"
@@ -749,11 +749,25 @@ def test_quiet_prints_results_alone_and_verbose_the_defaults_too(build: Run, mod
             "No such option: --modle (did you mean --model?); see `trtpipe settings --help`",
         ),
         (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
+        (
+            ["plan", "--gpu", "a100", "--model", "llama3-8b", "--gpu", "h100"],
+            "--gpu is given 2 times; give it once; a list, where it takes one, is --gpu A,B",
+        ),
+        (["deploy", "k8s", "t", "-o", "a", "--output=b"], "--output is given 2 times; give it once"),
+        (
+            ["bench", "--kernel-timestamps", "--no-kernel-timestamps"],
+            "--kernel-timestamps is given 2 times; give it once",
+        ),
     ],
 )
 def test_a_word_that_is_wrong(run: Run, words: list[str], line: str) -> None:
     done = run(*words)
     assert (done.status, done.error()) == (2, line)
+
+
+def test_flags_and_repeatable_options_may_be_given_twice(run: Run) -> None:
+    assert run("plan", "--model", "llama3-8b", "--gpu", "h100", "-q", "-q", "--json", "--json", "--slo", "ttft:5s",
+               "--slo", "tpot:1s").status == 0  # fmt: skip
 
 
 def test_an_argument_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -984,7 +998,7 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
     engine = in_folder / ENGINE_FOLDER
     engine.mkdir(parents=True)
     write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     measured: list[str] = []
     monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
     remember(store, "a", repository=in_folder)
@@ -998,7 +1012,7 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")
     assert find_running(store, None).name == "a"
     assert find_running(store, None).find(None).tokenizer == Path("/r/preprocessing/1/tokenizer")
@@ -1013,8 +1027,8 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
 
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
-    monkeypatch.setattr(tritonserver, "end", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
     remember(store, "a")
     assert run("stop").out == "stopped a\n"
     for name in ("a", "b", "c"):
@@ -1074,12 +1088,12 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     build(model, "--set", "build.max_batch_size=2", "--until", "convert")
     table = rows(run("ls").out)
     assert [row[:2] for row in table[1:]] == [
-        ["tiny.cpu.bf16", "failed: nothing is made"], ["tiny.cpu.fp32", "complete"],
+        ["tiny.cpu.bf16", "nothing is made"], ["tiny.cpu.fp32", "complete"],
     ]  # fmt: skip
     _, whole = json.loads(run("ls", "--json").out)
     assert (whole["model"], whole["gpu"], whole["dtype"], whole["server"]) == ("tiny", "cpu", "fp32", None)
     assert (whole["done"][0], whole["done"][-1], whole["missing"]) == ("download", "package", [])
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "tiny.cpu.fp32")
     assert rows(run("ls").out)[2][-1] == "tiny.cpu.fp32"
     refused = run("rm", "tiny.cpu.bf16", "tiny.cpu.fp32")
@@ -1090,7 +1104,8 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     assert run("rm", "runs/tiny.cpu.bf16/").out == "removed tiny.cpu.bf16\n"
     assert re.fullmatch(r"removed tiny.cpu.fp32\nnext: trtpipe gc   \(frees \S+ kB\)\n", run("rm", "tiny.cpu.fp32").out)
     build(model)
-    assert "dropped 5 artefacts" in run("rm", "tiny.cpu.fp32", "--gc").out
+    told = json.loads(run("rm", "tiny.cpu.fp32", "--gc", "--json").out)
+    assert (told["removed"], told["dropped"], len(told["garbage"])) == (["tiny.cpu.fp32"], True, 5)
     assert not list((store.home / "artefacts").glob("*/*"))
 
 
@@ -1120,7 +1135,8 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alon
     written = (in_folder / "one" / "base" / "deployment.yaml").read_text()
     assert "key: spot" in written
     assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
-    assert run(*deploy, "two", "--no-openai").status == 0
+    told = json.loads(run(*deploy, "two", "--no-openai", "--json").out)
+    assert (told["folder"], "base/deployment.yaml" in told["files"]) == ("two", True)
     assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
     passport(target(), runtime="trtllm_pytorch").write(in_folder / "r" / ENGINE_FOLDER)
     assert "a gateway cannot serve an engine of trtllm_pytorch" in run("gateway", "r").error()
@@ -1142,7 +1158,7 @@ def test_monitoring_scrapes_the_server_that_runs(
         return [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
 
     assert scraped() == [["localhost:8002"], ["localhost:9000"]]
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")
     (server,) = running(store)
     servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
@@ -1151,6 +1167,8 @@ def test_monitoring_scrapes_the_server_that_runs(
     servers.remember(store, dataclasses.replace(server, gateway_url="https://127.0.0.1:4", keyed=True))
     assert "--api-key-file" in run("monitoring", "a").err
     assert run("monitoring", "a", "--api-key-file", "/keys").err == ""
+    told = json.loads(run("monitoring", "a", "--json").out)
+    assert (told["folder"], "prometheus.yml" in told["files"]) == ("monitoring", True)
     assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
@@ -1215,13 +1233,13 @@ def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch:
         "no server is running, and several have left a log; name one with --server: a.cpu.bf16, b"
     )
     assert run("logs", "--server", "b").out == "of b\n"
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "b")
     assert run("logs").out == "of b\n"  # the one that runs is meant
 
 
 def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "chat+draft")
     server = find_running(store, None)
     assert server.find("draft").name == "draft"
@@ -1232,7 +1250,7 @@ def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.M
 
 
 def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: pid == 1)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: pid == 1)
     remember(store, "living")
     remember(store, "dead", pid=2)
     (store.home / "servers" / "damaged.json").write_text("{")
@@ -1403,6 +1421,8 @@ def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
     long = run("inspect", model, "--tensors").out.splitlines()
     assert long[len(short)].split() == ["file", "tensor", "dtype", "shape", "bytes"]
     assert len(long) > len(short) + 10
+    assert run("convert", model, "out").status == 0
+    assert "quantization: none" in run("inspect", "out").out.splitlines()
 
 
 @pytest.mark.parametrize("fails", [True, False])

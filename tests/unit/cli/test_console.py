@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -21,7 +20,8 @@ from hypothesis import strategies as st
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.hf.inspection import Inspection, TensorInfo
 from trtpipe.engines.process import python_command
-from trtpipe.pipeline.cli import console, console_bench, console_plan, console_top
+from trtpipe.pipeline.cli import console, console_bench, console_build, console_plan, console_top
+from trtpipe.pipeline.cli.console_progress import working
 from trtpipe.pipeline.cli.console_text import LONGEST, bounded, one_line, visible
 from trtpipe.pipeline.net.triton_metrics import EngineFigures, Figures, GpuFigures, ModelFigures
 from trtpipe.pipeline.planner import tables
@@ -87,22 +87,23 @@ Printing = Callable[[str], None]
 
 
 def stage(text: str) -> None:
-    with console.BuildReporter().stage(text, text) as progress:
-        progress(1, 2)
+    with working(text, text) as work:
+        work(1, 2)
+        work.step(text, text)
 
 
 def finished(text: str) -> None:
     manifest = SimpleNamespace(seconds=1.0, size=1, notes={"notices": [text]})
     done: Any = SimpleNamespace(stage="build", reason=text, reused=False, artefact=SimpleNamespace(manifest=manifest))
-    console.BuildReporter().finished(done)
-    console.ClusterReporter(text).finished(done)
+    console_build.BuildReporter().finished(done)
+    console_build.ClusterReporter(text).finished(done)
 
 
 def told(text: str) -> None:
     for kind, words in (("begins", text), ("ends", text), ("progress", "1/2"), ("line", text)):
-        console.ClusterReporter.told(text, text, kind, words)
-    console.ClusterReporter(text).line(text)
-    console.ClusterReporter(text).note(text)
+        console_build.ClusterReporter.told(text, text, kind, words)
+    console_build.ClusterReporter(text).line(text)
+    console_build.ClusterReporter(text).note(text)
 
 
 def inspection(text: str) -> None:
@@ -177,8 +178,8 @@ PRINTING: list[Printing] = [
     lambda text: console.result_json({text: [text]}),
     lambda text: console.passport({text: {text: text}, "x": text}),
     lambda text: console.table((text, "b"), [(text, None), (text, text)], numeric=(text,)),
-    lambda text: console.BuildReporter().line(text),
-    lambda text: console.BuildReporter().note(text),
+    lambda text: console_build.BuildReporter().line(text),
+    lambda text: console_build.BuildReporter().note(text),
 ]  # fmt: skip
 
 
@@ -259,34 +260,6 @@ def test_a_name_can_neither_begin_a_line_nor_be_markup(capsys: pytest.CaptureFix
         r"x\x0amodel  ready [red]",
     ]
     assert err == r"error: broken\x0aerror: none" + "\n"
-
-
-def test_progress_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    err = Terminal()
-    monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setenv("TERM", "xterm")
-    with console.BuildReporter().stage("convert", "of [link=http://x]y[/link]"):
-        pass
-    assert "of [link=http://x]y[/link]" in err.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("done", "told"),
-    [
-        (46_000_000, r"46\.0 MB of 92\.9 MB, .* left"),
-        (92_860_000, "92.9 MB done, finishing the stage"),
-        (92_900_000, "92.9 MB done, finishing the stage"),
-    ],
-)
-def test_a_stage_that_goes_on_after_its_last_byte_says_so(
-    monkeypatch: pytest.MonkeyPatch, done: int, told: str
-) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(console, "_status", lambda where, line: contextlib.nullcontext(shown.append))
-    with console.BuildReporter().stage("download", "first run") as progress:
-        progress(done, 92_900_000)
-    assert re.search(told, shown[-1])
 
 
 def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:

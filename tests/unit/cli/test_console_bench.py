@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from tests.support.bench_records import Row, made
-from tests.support.bench_reports import LATE, level, lines, saved
+from tests.support.bench_reports import LATE, lines, load_point, saved
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.loop.driver import NOTHING, Client, Live
 from trtpipe.pipeline.bench.options import Progress
@@ -24,7 +24,9 @@ from trtpipe.pipeline.cli.app import app
 
 
 def result(label: str = "1 in flight", **changes: Any) -> LoadPointResult:
-    return LoadPointResult(**{**level(lines(4, seed=1)), "client": {"clock_step_ms": 0.0}, "label": label, **changes})
+    return LoadPointResult(
+        **{**load_point(lines(4, seed=1)), "client": {"clock_step_ms": 0.0}, "label": label, **changes}
+    )
 
 
 def measured(*results: LoadPointResult) -> BenchReport:

@@ -125,7 +125,7 @@ def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_f
     assert told == []
 
 
-def test_from_the_command_line(machines: Site, in_folder: Path, tmp_path: Path) -> None:
+def test_build_runs_on_a_cluster_without_the_users_own_modules(machines: Site, in_folder: Path, tmp_path: Path) -> None:
     hf_folder(in_folder / "tiny", seed=2)
     for name in ("pipeline", "engines"):  # Ray would have its workers look for modules here
         (in_folder / name).mkdir()

@@ -93,7 +93,9 @@ def test_what_it_says_and_that_it_is_read_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_who_may_run_it(changes: dict[str, Any], gpus: list[Gpu], expected: list[str]) -> None:
+def test_an_engine_runs_on_its_own_kind_of_gpu_alone(
+    changes: dict[str, Any], gpus: list[Gpu], expected: list[str]
+) -> None:
     assert objections(passport(**changes), gpus, floor=find_toolchain(None).driver) == expected
 
 

@@ -58,7 +58,7 @@ def test_a_card_that_nobody_knows_gets_a_file_of_its_own(card: Gpu, monkeypatch:
     assert (find_gpu("nvidia-x1").sm, find_gpu("nvidia-x1").memory_gib) == (90, 40)
 
 
-def test_no_gpu_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_is_refused_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HostError, match="this machine has no NVIDIA driver"):
         probe.probe()

@@ -919,7 +919,7 @@ WORKFLOW = "FP8 Context FMHA is disabled because it must be used together with t
     ],
     ids=["none", "fp8", "fp8-kv", "fp8-kv-alone", "int8-kv"],
 )  # fmt: skip
-def test_attention_that_is_left(
+def test_attention_that_trtllm_build_falls_back_to_is_told(
     tmp_path: Path, capsys: Output, quantization: Quantization, told: list[str], fp8: bool, paged: bool
 ) -> None:
     source = checkpoint(tmp_path / "checkpoint", quantization)

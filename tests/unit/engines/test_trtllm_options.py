@@ -183,7 +183,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"max_batch_size": 2, "max_seq_len": 1200, "max_num_tokens": 4096},
         {},
         "build.max_num_tokens 4096 exceeds the 2400 tokens of a full batch: trtllm-build would lower it to 2 requests "
-        "of 1200 tokens; lower it, or raise build.max_batch_size or build.max_seq_len",
+        "of 1200 tokens; pass --set build.max_num_tokens=2400, or raise build.max_batch_size or build.max_seq_len",
     ),
     (
         {"reduce_fusion": True, "user_buffer": True},

@@ -262,7 +262,9 @@ class TestTask:
         (request,) = self.options(daemon, make_task("x", gpus=(0, 3)))["device_requests"]
         assert (request["Count"], request["DeviceIDs"]) == (0, ["0", "3"])
 
-    def test_the_user(self, daemon: FakeDocker, make_task: MakeTask) -> None:
+    def test_a_container_runs_as_the_caller_or_as_root_of_rootless_docker(
+        self, daemon: FakeDocker, make_task: MakeTask
+    ) -> None:
         daemon.security.append("name=rootless")
         assert self.options(daemon, make_task("x"))["user"] == "0:0"
         assert self.options(daemon, make_task("x"), user="1:2")["user"] == "1:2"

@@ -970,7 +970,7 @@ def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path)
 
 @pytest.mark.loopback
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_tls(folder: Path, tmp_path: Path) -> None:
+def test_a_gateway_with_a_certificate_serves_https(folder: Path, tmp_path: Path) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",

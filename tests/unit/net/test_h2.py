@@ -395,7 +395,7 @@ def test_a_pool_makes_a_lost_connection_again() -> None:
 
 @pytest.mark.loopback
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_nobody_listens(host: str) -> None:
+def test_a_refused_connection_names_host_and_port(host: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

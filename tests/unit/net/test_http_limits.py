@@ -103,7 +103,7 @@ def test_limits_hold_on_every_way(way: str, tls: ssl.SSLContext, monkeypatch: py
 
 
 @pytest.mark.usefixtures("soon")
-def test_patience() -> None:
+def test_patience_gives_a_slow_answer_more_time() -> None:
     """A server that works before it answers."""
     with (
         serving(lambda request: drip([b"", b"", Answer(200, {}, b"done").wire()], 0.5)) as address,

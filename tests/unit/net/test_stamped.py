@@ -304,7 +304,7 @@ def test_a_protocol_that_fails_loses_its_connection_and_the_loop_is_told() -> No
 
 @pytest.mark.loopback
 @pytest.mark.parametrize("how", ["end", "reset"])
-def test_a_peer_that_leaves(how: str) -> None:
+def test_what_a_peer_sent_before_it_left_is_read(how: str) -> None:
     async def scenario() -> None:
         async with pair() as (transport, fed, peer):
             peer.sendall(b"last words")
@@ -336,7 +336,7 @@ def test_a_write_to_a_peer_that_has_gone_loses_the_connection() -> None:
 
 @pytest.mark.loopback
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_closing_it_here(how: str) -> None:
+def test_nothing_is_read_after_a_transport_is_closed(how: str) -> None:
     async def scenario() -> None:
         async with pair() as (transport, fed, peer):
             peer.sendall(b"too late")
@@ -374,7 +374,7 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.loopback
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_raised() -> None:
     async def scenario() -> None:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))

@@ -29,7 +29,7 @@ LIMITS = Limits(max_batch_size=64, max_num_tokens=8192)
         ("llama3.1-70b", 327_680, 163_840),
     ],
 )
-def test_a_token_of_kv_cache(name: str, sixteen: int, eight: int) -> None:
+def test_bytes_of_a_token_in_the_kv_cache(name: str, sixteen: int, eight: int) -> None:
     model = find_shape(name)[1]
     assert kv_token_bytes(model, BF16, Mapping(), UNQUANTIZED) == sixteen
     assert kv_token_bytes(model, BF16, Mapping(), FP8) == eight

@@ -60,7 +60,7 @@ def test_what_is_found_in_the_cache_is_not_computed() -> None:
     assert steps[1] == Step(context=0, decoding=1, cached=101, work=0, logits=1)
 
 
-def test_clients_that_ask_again() -> None:
+def test_a_client_asks_again_when_its_answer_has_ended() -> None:
     more = iter([Asked(3.0, 10, 1), None])
     found = simulate([Asked(0.0, 10, 2)], WIDE, second, follow=lambda index, now: next(more))
     assert found.first == [1.0, 4.0]

@@ -65,7 +65,7 @@ def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store]
         export.pack(spec.target, store, tmp_path / "nowhere" / "x.tar")
 
 
-def test_what_is_in_it(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+def test_an_export_holds_index_tokenizer_and_checkpoint(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     path = export.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)
     assert list(content) == [
@@ -209,7 +209,7 @@ def test_a_damaged_plan_is_told(made: tuple[BuildSpec, Store], tmp_path: Path, c
         export.pack(target, made[1], tmp_path / "out.tar")
 
 
-def test_what_is_not_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+def test_an_unknown_target_is_not_exported(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     _, store = made
     with pytest.raises(UsageError, match=r"there is no target 'other' in \./runs"):
         export.pack("other", store, tmp_path / "out.tar")

@@ -91,7 +91,9 @@ def another_setting(told: Any) -> None:
         (another_setting, "the key of the engine is [0-9a-f]{12}, its record gives"),
     ],
 )
-def test_what_does_not_hold(made: Store, edit: Callable[[Any], None], message: str) -> None:
+def test_a_chain_of_provenance_that_does_not_hold_is_refused(
+    made: Store, edit: Callable[[Any], None], message: str
+) -> None:
     told = provenance.statement(RunFolder.of(TARGET), made)
     assert provenance.check_chain(copy.deepcopy(told))
     edit(told)

@@ -212,7 +212,7 @@ def test_files_that_are_not_keys(tmp_path: Path, pair: tuple[Path, Path]) -> Non
             sign_statement(STATEMENT, path)
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
+def test_signing_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
     envelope = sign_statement(STATEMENT, pair[0])
     monkeypatch.setitem(sys.modules, "securesystemslib.dsse", None)
     for call in (lambda: verify_envelope(envelope, [pair[1]]), lambda: sign_statement(STATEMENT, pair[0])):

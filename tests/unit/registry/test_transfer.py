@@ -550,7 +550,7 @@ def test_urls_that_name_nothing(url: str, kind: type[Exception], message: str) -
         open_registry(url)
 
 
-def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_that_does_not_answer_is_named(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     port = registries.free_port()
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(name, value)

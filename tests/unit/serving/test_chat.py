@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.gateways import Triton, ask, end_fork_servers, saying, tokens_of, until, write_model
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
-from trtpipe.pipeline.serving.chat import Conversation
+from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
 
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
@@ -27,6 +27,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def conversation(client: httpx.AsyncClient, *, key: str | None = None, **options: Any) -> Conversation:
     url = str(client.base_url).rstrip("/")
     return Conversation(url, "llama", key=key, system="be brief", options={"max_tokens": 50, **options})
+
+
+@pytest.mark.parametrize(
+    ("config", "usual"), [(None, 0.0), ('{"eos_token_id": 2}', 0.0), ('{"temperature": 0.6}', None)]
+)
+def test_answers_are_greedy_unless_the_model_recommends_a_temperature(
+    tmp_path: Path, config: str | None, usual: float | None
+) -> None:
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(config)
+    assert usual_temperature(tmp_path) == usual
 
 
 def test_what_was_said_goes_into_the_next_prompt_until_it_is_cleared(folder: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving.serve import LaunchOptions, exposure
+from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
 
@@ -54,6 +56,33 @@ def test_who_can_reach_a_server_without_a_key(
     warning = exposure(LaunchOptions(host=host), gateway, keyed=keyed)
     assert (warning is None) == (words is None)
     assert all(word in str(warning) for word in words or ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "line"),
+    [
+        ("docker", {"shm_size": "512m", "gpus": (0,)}, None),
+        ("docker", {"shm_size": "1.5GB"}, None),
+        ("docker", {"shm_size": "1x"}, "--shm-size 1x is not a size; give for example 512m or 2g"),
+        ("docker", {"shm_size": "0"}, "--shm-size 0 is not a size; give for example 512m or 2g"),
+        ("docker", {"shm_size": "-1g"}, "--shm-size -1g is not a size; give for example 512m or 2g"),
+        ("local", {}, None),
+        ("local", {"shm_size": "1x"}, "--shm-size 1x is not a size; give for example 512m or 2g"),
+        (
+            "local",
+            {"shm_size": "1g"},
+            "--shm-size is for a container, and this server runs without one; leave --shm-size out",
+        ),
+        ("local", {"gpus": (0,)}, "--gpus is for a container, and this server runs without one; leave --gpus out"),
+    ],
+)
+def test_options_of_a_container_are_checked(kind: str, options: dict[str, Any], line: str | None) -> None:
+    told = None
+    try:
+        check_container_options(LaunchOptions(**options), kind)
+    except UsageError as error:
+        told = str(error)
+    assert told == line
 
 
 @pytest.mark.parametrize("keyed", [False, True])

@@ -88,7 +88,7 @@ def test_why_a_server_ended_is_read_from_its_log(tmp_path: Path, log: str, reaso
 
 def test_only_the_last_start_says_why_a_server_ended(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
-    path.write_text(LOG + "--- tritonserver is started 2026-11-25 10:00:00 ---\nlast words\n")
+    path.write_text(LOG + "--- server is started 2026-11-25 10:00:00 ---\nlast words\n")
     assert failure(path) == "last words"
     assert path.read_bytes()[tritonserver.last_start(path) :] == b"last words\n"
     assert tritonserver.last_start(tmp_path / "none.log") == 0
@@ -100,13 +100,13 @@ def test_a_log_is_appended_to_and_its_owner_s_alone(tmp_path: Path, monkeypatch:
     log.write_text("Signal (11) received.\n")
     log.chmod(0o644)
     for _ in range(2):
-        tritonserver._spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
+        tritonserver.spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
     assert re.fullmatch(
-        r"Signal \(11\) received\.\n(--- tritonserver is started [\d-]+ [\d:]+ ---\na word\n){2}", log.read_text()
+        r"Signal \(11\) received\.\n(--- server is started [\d-]+ [\d:]+ ---\na word\n){2}", log.read_text()
     )
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     monkeypatch.setattr(tritonserver, "LOG_BYTES", 100)
-    tritonserver._spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
+    tritonserver.spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
     assert "Signal (11)" in (tmp_path / "serve.log.1").read_text()
     assert log.read_text().count("a word") == 1
 
@@ -114,7 +114,7 @@ def test_a_log_is_appended_to_and_its_owner_s_alone(tmp_path: Path, monkeypatch:
 @pytest.mark.process
 def test_a_server_is_not_given_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTPIPE_API_KEYS", "of the gateway alone")
-    tritonserver._spawn(["/usr/bin/env"], {"MORE": "1"}, tmp_path, tmp_path / "log").wait()
+    tritonserver.spawn(["/usr/bin/env"], {"MORE": "1"}, tmp_path, tmp_path / "log").wait()
     text = (tmp_path / "log").read_text()
     assert "PATH=" in text
     assert "MORE=1" in text

@@ -26,6 +26,7 @@ from trtpipe.engines.files import DiskFull
 from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import NotALlama, read_model_config
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
+from trtpipe.engines.process import Progress
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.spec import resolve, set_layer
@@ -182,7 +183,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """In place of the reader's process: makes the folder it would make, and keeps what it was asked."""
     asked: list[dict[str, Any]] = []
 
-    def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str) -> None:
+    def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str, progress: Progress) -> None:
         assert (module, what) == ("trtpipe.engines.hf.gguf_worker", "reading the GGUF file")
         asked.append({**spec, "bytes": Path(spec["gguf"]).read_bytes()})
         hf_folder(Path(spec["out"]))
@@ -226,6 +227,25 @@ def test_what_the_reader_made_is_checked(tmp_path: Path, out: Path, monkeypatch:
 def test_the_readers_versions_are_part_of_the_key() -> None:
     assert sorted(DOWNLOAD.tools(GgufSource(path="x.gguf"))) == ["gguf", "torch", "transformers"]
     assert DOWNLOAD.tools(FolderSource(path="x")) == DOWNLOAD.tools(HubSource(repo_id="a/b")) == {}
+
+
+def test_the_bytes_that_the_reader_has_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+    import numpy as np
+
+    source = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(source, "llama")
+    for name, count in (("a", 4), ("b", 12)):
+        writer.add_tensor(name, np.arange(count, dtype=np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    monkeypatch.setattr(gguf, "dequantize", gguf.dequantize)  # restored afterwards
+    told: list[tuple[int, int]] = []
+    gguf_import._report_reading(source, lambda done, total: told.append((done, total)))
+    values = [gguf.dequantize(one.data, one.tensor_type).tolist() for one in gguf.GGUFReader(str(source)).tensors]
+    assert values == [list(range(4)), list(range(12))]
+    assert told == [(0, 64), (16, 64), (64, 64)]
 
 
 def test_a_host_without_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from trtpipe.configs.home import default_home
-from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
+from trtpipe.pipeline.store.digests import Digests, Watch, combined, sha256_file
 from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
 from trtpipe.pipeline.store.store import Artefact, Store
 
@@ -263,7 +263,7 @@ def test_our_own_links_cost_no_reading(large: Path, store: Store, monkeypatch: p
         os.link(large, out / large.name)
         return {}
 
-    def read(path: Path) -> str:
+    def read(path: Path, watch: Watch | None) -> str:
         raise AssertionError(f"{path} was read again")
 
     monkeypatch.setattr("trtpipe.pipeline.store.digests.sha256_file", read)
@@ -275,7 +275,8 @@ def test_our_own_links_cost_no_reading(large: Path, store: Store, monkeypatch: p
     assert not folder.exists()
     monkeypatch.setattr("trtpipe.pipeline.store.store.SMALL_BYTES", 10)  # the small files beside it are read every time
     monkeypatch.setattr(
-        "trtpipe.pipeline.store.digests.sha256_file", lambda path: read(path) if path == large else sha256_file(path)
+        "trtpipe.pipeline.store.digests.sha256_file",
+        lambda path, watch: read(path, watch) if path == large else sha256_file(path),
     )
     assert Store(store.home).find(RECORD) is not None
 
@@ -485,7 +486,7 @@ def test_the_home_is_absolute(in_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_is_hashed_once_until_its_stat_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, watch: Watch | None) -> str:
         hashed.append(path)
         return sha256_file(path)
 

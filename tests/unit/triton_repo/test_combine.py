@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from tests.support.factories import write_passport
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline.serving.serve import require_alike
+from trtpipe.pipeline.serving.repositories import require_alike
 from trtpipe.triton_repo.combine import link_models
 from trtpipe.triton_repo.layout import model_names
 

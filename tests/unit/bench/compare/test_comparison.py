@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bench_reports import LATE, failed, level, line, lines, report, save, saved
+from tests.support.bench_reports import LATE, failed, line, lines, load_point, report, save, saved
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import RESAMPLES, Resampler, repeats
@@ -123,7 +123,7 @@ def test_a_rate_varies_as_the_requests_do() -> None:
     assert Resampler(found, closed=True, seed=(0,)).draws("request_goodput", "value", 3.0) is None
 
 
-def test_large_levels_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_load_points_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
     found = request_files.by_load_point(lines(50, seed=4))[0]
     whole = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
     monkeypatch.setattr("trtpipe.pipeline.bench.compare.bootstrap._AT_ONCE", 50 * 300)
@@ -135,9 +135,9 @@ def test_large_levels_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytes
 
 
 def test_chance_alone_is_seldom_significant(tmp_path: Path) -> None:
-    """Of levels drawn from one distribution about one in twenty differs."""
-    levels = [lines(60, seed=seed, tokens=3) for seed in range(120)]
-    a, b = saved(tmp_path / "a", *levels[:60]), saved(tmp_path / "b", *levels[60:])
+    """Of load points drawn from one distribution about one in twenty differs."""
+    load_points = [lines(60, seed=seed, tokens=3) for seed in range(120)]
+    a, b = saved(tmp_path / "a", *load_points[:60]), saved(tmp_path / "b", *load_points[60:])
     found = compare([a, b])
     told = [
         row.cells["B"].significant
@@ -166,7 +166,7 @@ def test_errors_have_no_ratio_to_none_but_a_verdict(tmp_path: Path) -> None:
 
 def test_without_requests_nothing_is_said_of_significance(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", lines(50, seed=1))
-    b = save(tmp_path / "b", report([level(lines(50, seed=2, ttft_ms=500))]))
+    b = save(tmp_path / "b", report([load_point(lines(50, seed=2, ttft_ms=500))]))
     found = compare([a, b])
     assert found.from_records == {"A": True, "B": False}
     ttft = cell(found, "time_to_first_token", "p50")
@@ -180,7 +180,7 @@ def test_one_run_of_each_does_not_say_what_differs_between_runs(tmp_path: Path) 
     a, b = (saved(tmp_path / name, lines(50, seed=seed)) for seed, name in enumerate("ab"))
     (told,) = compare([a, b]).summary()
     assert told.endswith(" by chance alone, and more from one run to the next: --repeat tells how much")
-    twice = [level(lines(50, seed=seed), repeat=seed) for seed in range(2)]
+    twice = [load_point(lines(50, seed=seed), repeat=seed) for seed in range(2)]
     c, d = (save(tmp_path / name, report(twice), [lines(50, seed=seed) for seed in range(2)]) for name in "cd")
     (told,) = compare([c, d]).summary()
     assert told.endswith(" by chance alone")
@@ -189,7 +189,7 @@ def test_one_run_of_each_does_not_say_what_differs_between_runs(tmp_path: Path) 
 def test_repeats_are_averaged_and_their_own_spread_counts(tmp_path: Path) -> None:
     def repeated(name: str, *times: float) -> Path:
         runs = [lines(50, seed=seed, ttft_ms=ttft, spread=0.05) for seed, ttft in enumerate(times)]
-        return save(tmp_path / name, report([level(one, repeat=at) for at, one in enumerate(runs)]), runs)
+        return save(tmp_path / name, report([load_point(one, repeat=at) for at, one in enumerate(runs)]), runs)
 
     steady, shaky = repeated("steady", 100, 100, 100), repeated("shaky", 90, 110, 103)
     found = compare([steady, shaky])
@@ -205,11 +205,11 @@ def test_repeats_are_averaged_and_their_own_spread_counts(tmp_path: Path) -> Non
 
 def test_cost_of_a_million_tokens(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    levels = [level(requests), level(requests)]
-    for found, tokens_per_s in zip(levels, (1000.0, 500.0), strict=True):
+    load_points = [load_point(requests), load_point(requests)]
+    for found, tokens_per_s in zip(load_points, (1000.0, 500.0), strict=True):
         found["metrics"]["output_token_throughput"]["value"] = tokens_per_s
     a, b = (
-        save(tmp_path / name, report([found]), [requests]) for name, found in zip("ab", levels, strict=True)
+        save(tmp_path / name, report([found]), [requests]) for name, found in zip("ab", load_points, strict=True)
     )  # fmt: skip
     one_price = compare([a, b], price_per_hour=[3.6])
     assert cell(one_price, "cost_per_million_output_tokens", "value", "A").value == pytest.approx(1.0)
@@ -227,18 +227,20 @@ def test_cost_of_a_million_tokens(tmp_path: Path) -> None:
             compare([a, b], price_per_hour=prices)
 
 
-# Which levels meet
+# Which load points meet
 
 
-def test_levels_meet_by_protocol_and_load(tmp_path: Path) -> None:
+def test_load_points_meet_by_protocol_and_load(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    a = report([level(requests, concurrency=16), level(requests, concurrency=4), level(requests, rate=20.0)])
+    a = report(
+        [load_point(requests, concurrency=16), load_point(requests, concurrency=4), load_point(requests, rate=20.0)]
+    )
     b = report(
         [
-            level(requests, rate=20),
-            level(requests, concurrency=16.0),
-            level(requests, concurrency=8),
-            level(requests, concurrency=4, protocol="openai"),
+            load_point(requests, rate=20),
+            load_point(requests, concurrency=16.0),
+            load_point(requests, concurrency=8),
+            load_point(requests, concurrency=4, protocol="openai"),
         ]
     )
     found = compare([save(tmp_path / "a", a), save(tmp_path / "b", b)])
@@ -251,7 +253,9 @@ def test_levels_meet_by_protocol_and_load(tmp_path: Path) -> None:
 def test_loads_that_differ_in_small_things_meet_and_it_is_said(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
     loads = [{"kind": "closed", "concurrency": 4, **more} for more in ({"warmup": 1, "ramp_s": None}, {"warmup": 2})]
-    a, b = (save(tmp_path / name, report([level(requests, load=load)])) for name, load in zip("ab", loads, strict=True))
+    a, b = (
+        save(tmp_path / name, report([load_point(requests, load=load)])) for name, load in zip("ab", loads, strict=True)
+    )
     found = compare([a, b])
     assert found.rows
     assert list(found.warnings) == ["grpc, 1 in flight: load warmup: A 1, B 2"]
@@ -259,8 +263,8 @@ def test_loads_that_differ_in_small_things_meet_and_it_is_said(tmp_path: Path) -
 
 def test_chat_is_one_of_the_openai_protocols(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    a = save(tmp_path / "a", report([level(requests), level(requests, protocol="openai")]))
-    b = save(tmp_path / "b", report([level(requests), level(requests, protocol="chat")]))
+    a = save(tmp_path / "a", report([load_point(requests), load_point(requests, protocol="openai")]))
+    b = save(tmp_path / "b", report([load_point(requests), load_point(requests, protocol="chat")]))
     found = compare([a, b])
     assert {row.place for row in found.rows} == {"grpc, 1 in flight", "openai, 1 in flight"}
     assert found.warnings == ("openai, 1 in flight: protocol: A openai, B chat",)
@@ -268,24 +272,26 @@ def test_chat_is_one_of_the_openai_protocols(tmp_path: Path) -> None:
 
 def test_one_protocol_against_another_meets_by_load(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    a, b = (save(tmp_path / protocol, report([level(requests, protocol=protocol)])) for protocol in ("grpc", "openai"))
+    a, b = (
+        save(tmp_path / protocol, report([load_point(requests, protocol=protocol)])) for protocol in ("grpc", "openai")
+    )
     found = compare([a, b])
     assert {row.place for row in found.rows} == {"1 in flight"}
     assert found.warnings == ("protocol: A grpc, B openai; load points are matched by their load alone",)
 
 
-def test_no_level_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
+def test_no_load_point_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    a, b = (save(tmp_path / str(size), report([level(requests, concurrency=size)])) for size in (1, 2))
+    a, b = (save(tmp_path / str(size), report([load_point(requests, concurrency=size)])) for size in (1, 2))
     found = compare([a, b], fail_if=["p99_ttft > 2x"])
     assert "nothing is compared" in found.warnings[-1]
     assert str(found.refusal()) == "the comparison fails: p99_ttft > 2x (no load point in common)"
 
 
-def test_a_level_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
+def test_a_load_point_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    a = save(tmp_path / "a", report([level(requests, concurrency=size) for size in (2, 4)]))
-    died = report([level(requests, concurrency=2)], partial=True, broken="the server died; see its log")
+    a = save(tmp_path / "a", report([load_point(requests, concurrency=size) for size in (2, 4)]))
+    died = report([load_point(requests, concurrency=2)], partial=True, broken="the server died; see its log")
     found = compare([a, save(tmp_path / "b", died)], fail_if=["p99_ttft > 2x"])
     assert "B is partial: the server died; see its log" in found.warnings
     assert [(one.place, one.fired) for one in found.judgements] == [
@@ -298,9 +304,11 @@ def test_a_level_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("early", [{"stopped": "5 requests in a row failed"}, {"interrupted": True}])
-def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str, Any]) -> None:
+def test_a_load_point_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str, Any]) -> None:
     requests = lines(20, seed=1)
-    a, b = (save(tmp_path / name, report([level(requests, **changes)])) for name, changes in (("a", {}), ("b", early)))
+    a, b = (
+        save(tmp_path / name, report([load_point(requests, **changes)])) for name, changes in (("a", {}), ("b", early))
+    )
     found = compare([a, b], fail_if=["p99_ttft > 2x"])
     assert str(found.refusal()) == (
         "the comparison fails: p99_ttft > 2x (B at grpc, 1 in flight cannot be judged: B ended early)"
@@ -333,7 +341,7 @@ def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str
 )
 def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], told: str) -> None:
     a = saved(tmp_path / "a", lines(20, seed=1))
-    value = report([level(lines(20, seed=2))])
+    value = report([load_point(lines(20, seed=2))])
     damage(value)
     b = save(tmp_path / "b", value)
     with pytest.raises(InputDataError, match=re.escape(f"{b} is damaged: {told}; measure again")):
@@ -349,9 +357,9 @@ def test_requests_of_another_run_are_refused(tmp_path: Path) -> None:
 
 def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    lacking = level(requests)
+    lacking = load_point(requests)
     lacking["metrics"]["time_to_first_token"]["p99"] = None
-    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([lacking]))
+    a, b = save(tmp_path / "a", report([load_point(requests)])), save(tmp_path / "b", report([lacking]))
     ((_, ((_, rows),)),) = compare([a, b]).tables()
     named = [row[0] for row in rows]
     assert "TTFT p50 ms" in named
@@ -408,7 +416,10 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "says"), CHANGES, ids=[says.partition(":")[0] for _, says in CHANGES])
 def test_every_difference_of_the_runs_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     requests = lines(20, seed=1)
-    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([level(requests)], **changes))
+    a, b = (
+        save(tmp_path / "a", report([load_point(requests)])),
+        save(tmp_path / "b", report([load_point(requests)], **changes)),
+    )
     (told,) = compare([a, b]).warnings
     assert told.startswith(says)
 
@@ -430,7 +441,7 @@ def test_every_difference_of_the_runs_is_said(tmp_path: Path, changes: dict[str,
 def test_objectives_that_differ_are_said_as_options(tmp_path: Path, objectives: Any, says: str) -> None:
     base = [{"metric": f"{name}_from_due", "statistic": "p99", "limit_ms": 200.0} for name in
             ("time_to_first_token", "request_latency")]  # fmt: skip
-    found = [report([level(lines(20, seed=1))], options={"objectives": value}) for value in (base, objectives)]
+    found = [report([load_point(lines(20, seed=1))], options={"objectives": value}) for value in (base, objectives)]
     (told,) = compare([save(tmp_path / name, one) for name, one in zip("ab", found, strict=True)]).warnings
     assert told.startswith(f"option objectives: A ttft:p99<200ms latency:p99<200ms, B {says}")
 
@@ -444,16 +455,19 @@ def test_objectives_that_differ_are_said_as_options(tmp_path: Path, objectives: 
         ({"wrong_length": 3}, "B has 3 answers of another length than asked for"),
     ],
 )
-def test_differences_of_levels_are_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_differences_of_load_points_are_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     requests = lines(20, seed=1)
-    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([level(requests, **changes)]))
+    a, b = (
+        save(tmp_path / "a", report([load_point(requests)])),
+        save(tmp_path / "b", report([load_point(requests, **changes)])),
+    )
     assert compare([a, b]).warnings == (f"grpc, 1 in flight: {says}",)
 
 
 def test_lengths_and_repeats_that_differ_are_said(tmp_path: Path) -> None:
     short, long = lines(20, seed=1, tokens=8), lines(20, seed=1, tokens=16)
-    a = save(tmp_path / "a", report([level(short)]))
-    b = save(tmp_path / "b", report([level(long), level(long, repeat=1)]))
+    a = save(tmp_path / "a", report([load_point(short)]))
+    b = save(tmp_path / "b", report([load_point(long), load_point(long, repeat=1)]))
     assert compare([a, b]).warnings == (
         "grpc, 1 in flight: mean output_sequence_length: A 8, B 16",
         "grpc, 1 in flight: repeats: A 1, B 2",
@@ -462,9 +476,9 @@ def test_lengths_and_repeats_that_differ_are_said(tmp_path: Path) -> None:
 
 def test_a_metric_in_another_unit_is_not_compared(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    other = report([level(requests)])
+    other = report([load_point(requests)])
     other["metrics"]["request_latency"]["unit"] = "s"
-    found = compare([save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", other)])
+    found = compare([save(tmp_path / "a", report([load_point(requests)])), save(tmp_path / "b", other)])
     assert "request_latency" not in {row.metric for row in found.rows}
     assert found.warnings == ("request_latency: not compared, since its unit differs",)
 
@@ -500,7 +514,7 @@ def test_the_command(tmp_path: Path, run: Callable[..., Any]) -> None:
 
 def test_the_command_warns_before_the_numbers(tmp_path: Path, run: Callable[..., Any]) -> None:
     requests = lines(20, seed=1)
-    a, b = (save(tmp_path / str(seed), report([level(requests)], seed=seed)) for seed in (0, 1))
+    a, b = (save(tmp_path / str(seed), report([load_point(requests)], seed=seed)) for seed in (0, 1))
     code, out, _ = run("compare", a, b)
     assert code == 0
     assert out.index("unlike: seed: A 0, B 1") < out.index("TTFT p50 ms")

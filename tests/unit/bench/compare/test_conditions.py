@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bench_reports import GOOD, LATE, level, lines, report, save, saved
+from tests.support.bench_reports import GOOD, LATE, lines, load_point, report, save, saved
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.conditions import Kind, parse
@@ -95,7 +95,7 @@ def test_any_text_is_a_condition_or_refused(text: str) -> None:
     assert found.limit >= 0
 
 
-def test_conditions_fire_level_by_level(tmp_path: Path) -> None:
+def test_conditions_fire_load_point_by_load_point(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", lines(50, seed=1), lines(50, seed=2))
     b = saved(tmp_path / "b", lines(50, seed=3), lines(50, seed=4, ttft_ms=100))
     wanted = ["p50_ttft > 1.5x", "p50_ttft > 70ms", "p95_ttft > 100x", "throughput < 0.1x"]
@@ -110,7 +110,7 @@ def test_conditions_fire_level_by_level(tmp_path: Path) -> None:
     assert "p95_ttft" not in told
 
 
-def test_many_levels_are_named_by_their_number(tmp_path: Path) -> None:
+def test_many_load_points_are_named_by_their_number(tmp_path: Path) -> None:
     a, b = (saved(tmp_path / str(ttft), *[lines(10, seed=1, ttft_ms=ttft)] * 5) for ttft in (50, 100))
     told = str(compare([a, b], fail_if=["p50_ttft > 1.5x"]).refusal())
     assert told.count("B at grpc") == 3
@@ -119,9 +119,9 @@ def test_many_levels_are_named_by_their_number(tmp_path: Path) -> None:
 
 def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
-    silent = level(requests)
+    silent = load_point(requests)
     silent["metrics"]["time_to_first_token"] = dict.fromkeys(silent["metrics"]["time_to_first_token"])
-    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([silent]))
+    a, b = save(tmp_path / "a", report([load_point(requests)])), save(tmp_path / "b", report([silent]))
     found = compare([a, b], fail_if=["p99_ttft > 2x", "p99_ttft > 1s", "p99_latency > 2x"])
     assert [one.fired for one in found.judgements] == [None, None, False]
     assert "cannot be judged: no p99 of time_to_first_token" in str(found.refusal())
@@ -129,11 +129,11 @@ def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
     assert "cannot be judged: A has 0 error_rate, which nothing is a multiple of" in told
 
 
-@pytest.mark.parametrize("where", ["level", "report"])
+@pytest.mark.parametrize("where", ["load point", "report"])
 def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
     requests = lines(20, seed=1)
-    bad = report([level(requests, verdict=LATE if where == "level" else GOOD)], verdict=LATE)
-    good = save(tmp_path / "good", report([level(requests)]))
+    bad = report([load_point(requests, verdict=LATE if where == "load point" else GOOD)], verdict=LATE)
+    good = save(tmp_path / "good", report([load_point(requests)]))
     invalid = save(tmp_path / "invalid", bad)
     found = compare([good, invalid], fail_if=["p99_ttft > 2x"])
     assert "cannot be judged: B is INVALID" in str(found.refusal())

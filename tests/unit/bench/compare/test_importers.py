@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bench_reports import level, lines, report, sample, save
+from tests.support.bench_reports import lines, load_point, report, sample, save
 from tests.support.paths import DATA
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare import request_files
@@ -27,7 +27,7 @@ VLLM_CHAT, VLLM_RATE, VLLM = (BENCH / "vllm" / f"{name}.json" for name in ("chat
 ALL = (AIPERF, VLLM_CHAT, VLLM_RATE, VLLM)
 
 
-def only_level(value: dict[str, Any]) -> dict[str, Any]:
+def only_load_point(value: dict[str, Any]) -> dict[str, Any]:
     (found,) = value["levels"]
     assert isinstance(found, dict)
     return found
@@ -43,12 +43,12 @@ def changed(tmp_path: Path, source: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_tool_s_result_has_the_form_of_ours(path: Path) -> None:
-    ours = report([level(lines(5, seed=1))])
+    ours = report([load_point(lines(5, seed=1))])
     theirs = read_report(path)
     assert set(ours) <= set(theirs)
-    assert set(ours["levels"][0]) == set(only_level(theirs))
-    assert set(only_level(theirs)["metrics"]) <= set(theirs["metrics"])
-    for name, metric in only_level(theirs)["metrics"].items():
+    assert set(ours["levels"][0]) == set(only_load_point(theirs))
+    assert set(only_load_point(theirs)["metrics"]) <= set(theirs["metrics"])
+    for name, metric in only_load_point(theirs)["metrics"].items():
         assert set(metric) in ({"value", "interval"}, set(ours["levels"][0]["metrics"]["request_latency"])), name
     # Nobody but us judges the client, or knows the engine.
     assert theirs["verdict"]["valid"] is None
@@ -64,7 +64,7 @@ def test_aiperf() -> None:
         "protocol": "chat", "url": "http://127.0.0.1:8000", "server": None, "model": "m"
     }  # fmt: skip
     assert (value["options"]["input_tokens"], value["options"]["output_tokens"]) == (16, 6)
-    found = only_level(value)
+    found = only_load_point(value)
     assert found["load"] == {"kind": "closed", "concurrency": 2}
     assert found["label"] == "2 in flight"
     assert found["requests"] == {
@@ -100,7 +100,7 @@ def test_aiperf_s_requests_give_its_own_figures_by_our_definitions() -> None:
     assert [one["failure"]["kind"] for one in found if one["failure"]] == ["http 503"] * 3
     requests = request_files.by_load_point(found)[0]
     assert (len(requests), int(requests.failed.sum())) == (20, 3)
-    metrics = only_level(value)["metrics"]
+    metrics = only_load_point(value)["metrics"]
     ours = ("time_to_first_token", "request_latency", "time_per_output_token", "inter_chunk_latency")
     for name in (*ours, "output_token_throughput_per_user", "input_sequence_length", "output_sequence_length"):
         again = request_files.values(requests, name)
@@ -134,13 +134,13 @@ def opened(arrivals: str, rate: float | None = None, **settings: Any) -> dict[st
 )
 def test_aiperf_s_loads(tmp_path: Path, phases: list[dict[str, Any]], load: dict[str, Any]) -> None:
     config = {**json.loads(AIPERF.read_text())["input_config"], "phases": phases}
-    assert only_level(read_report(changed(tmp_path, AIPERF, input_config=config)))["load"] == load
+    assert only_load_point(read_report(changed(tmp_path, AIPERF, input_config=config)))["load"] == load
 
 
 def test_aiperf_with_usage_of_each_chunk_leaves_out_the_first_chunk_s_tokens(tmp_path: Path) -> None:
     config = json.loads(AIPERF.read_text())["input_config"]
     config["endpoint"] |= {"use_server_token_count": True, "per_chunk_usage": True}
-    found = only_level(read_report(changed(tmp_path, AIPERF, input_config=config)))
+    found = only_load_point(read_report(changed(tmp_path, AIPERF, input_config=config)))
     assert "time_per_output_token" not in found["metrics"]
     assert found["metrics"]["time_per_output_token_after_first_chunk"]["mean"] == pytest.approx(4.569586, abs=1e-6)
     assert found["token_count_source"] == "usage"
@@ -148,11 +148,13 @@ def test_aiperf_with_usage_of_each_chunk_leaves_out_the_first_chunk_s_tokens(tmp
 
 def test_aiperf_leaves_out_counts_of_what_did_not_happen(tmp_path: Path) -> None:
     clean = {"completed_request_count": {"unit": "requests", "avg": 17.0}, "error_request_count": None}
-    assert only_level(read_report(changed(tmp_path, AIPERF, **clean)))["requests"]["failed"] == 0
+    assert only_load_point(read_report(changed(tmp_path, AIPERF, **clean)))["requests"]["failed"] == 0
     broken = {"completed_request_count": {"unit": "requests", "avg": 3.0}, "request_count": None}
-    requests = only_level(read_report(changed(tmp_path, AIPERF, **broken)))["requests"]
+    requests = only_load_point(read_report(changed(tmp_path, AIPERF, **broken)))["requests"]
     assert (requests["measured"], requests["succeeded"], requests["failed"]) == (3, 0, 3)
-    silent = only_level(read_report(changed(tmp_path, AIPERF, completed_request_count=None, error_request_count=None)))
+    silent = only_load_point(
+        read_report(changed(tmp_path, AIPERF, completed_request_count=None, error_request_count=None))
+    )
     assert (silent["requests"]["measured"], silent["requests"]["failed"]) == (None, None)
 
 
@@ -164,7 +166,7 @@ def test_an_aiperf_run_that_ended_early_is_partial(tmp_path: Path, changes: dict
 
 def test_vllm_s_completions_have_our_names() -> None:
     value = read_report(VLLM)
-    found = only_level(value)
+    found = only_load_point(value)
     assert (found["protocol"], found["load"]) == ("completions", {"kind": "closed", "concurrency": 2})
     assert (found["requests"]["succeeded"], found["requests"]["failed"], found["window_s"]) == (
         8,
@@ -192,7 +194,7 @@ def test_vllm_s_completions_have_our_names() -> None:
 
 def test_vllm_s_chat_counts_the_role_chunk_and_is_named_so() -> None:
     value = read_report(VLLM_CHAT)
-    metrics = only_level(value)["metrics"]
+    metrics = only_load_point(value)["metrics"]
     # The server took 20 ms for the first token. vLLM says 4.
     assert metrics["time_to_first_chunk"]["p50"] == pytest.approx(3.870811, abs=1e-6)
     assert {name for name in metrics if "chunk" in name} == {
@@ -209,7 +211,7 @@ def test_vllm_s_chat_counts_the_role_chunk_and_is_named_so() -> None:
 
 def test_vllm_s_rates() -> None:
     value = read_report(VLLM_RATE)
-    assert only_level(value)["load"] == {"kind": "open", "arrivals": "gamma", "rate": 20.0, "burstiness": 2.0}
+    assert only_load_point(value)["load"] == {"kind": "open", "arrivals": "gamma", "rate": 20.0, "burstiness": 2.0}
     assert read_records(VLLM_RATE, value) is None
 
 
@@ -227,14 +229,14 @@ def test_vllm_s_rust_client_writes_its_dates_otherwise(tmp_path: Path) -> None:
 
 def test_zeros_that_vllm_writes_for_want_of_values_are_unknown(tmp_path: Path) -> None:
     zeros = dict.fromkeys(("mean_tpot_ms", "median_tpot_ms", "std_tpot_ms", "p99_tpot_ms"), 0.0)
-    metric = only_level(read_report(changed(tmp_path, VLLM, **zeros)))["metrics"]["time_per_output_token"]
+    metric = only_load_point(read_report(changed(tmp_path, VLLM, **zeros)))["metrics"]["time_per_output_token"]
     assert set(metric.values()) == {None}
-    none = only_level(read_report(changed(tmp_path, VLLM, completed=0, failed=0)))["metrics"]
+    none = only_load_point(read_report(changed(tmp_path, VLLM, completed=0, failed=0)))["metrics"]
     assert none["error_rate"]["value"] is None
     assert none["output_sequence_length"]["mean"] is None
 
 
-def test_several_vllm_results_in_one_file_are_levels(tmp_path: Path) -> None:
+def test_several_vllm_results_in_one_file_are_load_points(tmp_path: Path) -> None:
     path = tmp_path / "appended.json"
     path.write_text("\n".join(source.read_text().strip() for source in (VLLM, VLLM_RATE, VLLM)))
     value = read_report(path)
@@ -247,7 +249,7 @@ def test_several_vllm_results_in_one_file_are_levels(tmp_path: Path) -> None:
 def test_a_traceback_becomes_one_line(tmp_path: Path) -> None:
     trace = "Traceback (most recent call last):\n  File x\naiohttp.client_exceptions.ServerDisconnectedError: gone\n"
     errors = [trace, "Service Unavailable", *[""] * 8]
-    found = only_level(read_report(changed(tmp_path, VLLM, errors=errors)))
+    found = only_load_point(read_report(changed(tmp_path, VLLM, errors=errors)))
     assert [(entry["kind"], entry["messages"]) for entry in found["errors"]] == [
         ("ServerDisconnectedError", ["gone"]), ("Service Unavailable", ["Service Unavailable"])
     ]  # fmt: skip
@@ -255,7 +257,7 @@ def test_a_traceback_becomes_one_line(tmp_path: Path) -> None:
 
 def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) -> None:
     requests = lines(5, seed=1)
-    value = report([level(requests)])
+    value = report([load_point(requests)])
     path = save(tmp_path / "run", value, [requests])
     found = read_report(path)
     assert found == read_report(path.parent) == {**value, "records_sha256": found["records_sha256"]}
@@ -305,7 +307,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, content: str, says: str) -
     ],
 )
 def test_samples_that_are_none_are_refused(tmp_path: Path, samples: Any, says: str) -> None:
-    value = report([level(lines(2, seed=1), samples=samples)])
+    value = report([load_point(lines(2, seed=1), samples=samples)])
     with pytest.raises(InputDataError, match=says):
         read_report(save(tmp_path / "a", value))
 
@@ -366,7 +368,7 @@ def test_figures_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_ours_meets_a_foreign_one_by_its_load_and_by_rates_of_the_whole_run(tmp_path: Path) -> None:
     requests = lines(50, seed=1, tokens=6)
-    ours = save(tmp_path / "ours", report([level(requests, concurrency=2)]), [requests])
+    ours = save(tmp_path / "ours", report([load_point(requests, concurrency=2)]), [requests])
     found = compare([ours, AIPERF])
     told = "\n".join(found.warnings)
     assert "tool: A trtpipe 0.15.0, B aiperf 0.13.0" in told

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bench_reports import LATE, level, lines, report, save, saved
+from tests.support.bench_reports import LATE, lines, load_point, report, save, saved
 from tests.unit.bench.compare.test_importers import VLLM
 from tests.unit.bench.results.test_page import Page, figures, marks
 from trtpipe.pipeline.bench.compare.comparison import compare
@@ -27,7 +27,10 @@ def test_the_command_draws_several_reports_in_one_chart(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [[lines(40, seed=seed + ttft, ttft_ms=ttft * (1 + seed)) for seed in range(3)] for ttft in (50, 100)]
-    paths = [saved(in_folder / f"{at}", *levels, **h100(tp_size=1 + at, pp_size=1)) for at, levels in enumerate(runs)]
+    paths = [
+        saved(in_folder / f"{at}", *load_points, **h100(tp_size=1 + at, pp_size=1))
+        for at, load_points in enumerate(runs)
+    ]
     command = ["compare", *map(str, paths), "--fail-if", "p50_ttft > 1.5x", "--html", "pages/c.html"]
     monkeypatch.setattr(sys, "argv", ["trtpipe", *command])
     with pytest.raises(SystemExit) as ended:
@@ -56,7 +59,7 @@ def test_the_command_draws_several_reports_in_one_chart(
 
 
 def test_throughput_is_of_a_gpu_where_every_report_says_how_many() -> None:
-    found = level(lines(20, seed=1))
+    found = load_point(lines(20, seed=1))
     found["metrics"] |= {
         "output_token_throughput": {"value": 300.0},
         "output_token_throughput_per_user": {"p50": 75.0},
@@ -74,8 +77,8 @@ def test_throughput_is_of_a_gpu_where_every_report_says_how_many() -> None:
 
 
 def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -> None:
-    good = save(tmp_path / "a", report([level(lines(20, seed=1))]))
-    bad = save(tmp_path / "b", report([level(lines(20, seed=2), verdict=LATE)], verdict=LATE))
+    good = save(tmp_path / "a", report([load_point(lines(20, seed=1))]))
+    bad = save(tmp_path / "b", report([load_point(lines(20, seed=2), verdict=LATE)], verdict=LATE))
     found = compare([good, bad])
     text = render(found, {"A": read_report(good), "B": read_report(bad)})
     page = Page(text)
@@ -89,8 +92,8 @@ def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -
 def test_what_another_wrote_into_a_report_breaks_no_page(tmp_path: Path) -> None:
     good = saved(tmp_path / "a", lines(20, seed=1))
     found = compare([good, good])
-    level_ = level(lines(20, seed=2), load={"kind": "closed", "concurrency": "<b>"}, slo=["x"], repeat="y")
-    odd = report([level_], target=["<img>"], engine={"gpu": {"<i>": 1}, "tp_size": "2", "pp_size": None})
+    load_point_ = load_point(lines(20, seed=2), load={"kind": "closed", "concurrency": "<b>"}, slo=["x"], repeat="y")
+    odd = report([load_point_], target=["<img>"], engine={"gpu": {"<i>": 1}, "tp_size": "2", "pp_size": None})
     text = render(found, {"A": read_report(good), "B": odd})
     assert "<img>" not in text
     assert "<b>" not in text

@@ -1,4 +1,4 @@
-"""Load files: the shipped ones make a schedule and prompts, lists become levels, and every mistake is named."""
+"""Load files: the shipped ones make a schedule and prompts, lists become load points, and every mistake is named."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_every_shipped_load_is_named_as_its_file() -> None:
 def test_every_shipped_load_can_be_made(name: str, tmp_path: Path) -> None:
     found = find_load(name)
     asks = Workload(found.work, load_tokenizer(make("byte-level", tmp_path)), 0).asks()
-    for level in found.load_points:
-        if isinstance(level, Closed):
-            assert len(slot_starts(level)) == level.concurrency
+    for load_point in found.load_points:
+        if isinstance(load_point, Closed):
+            assert len(slot_starts(load_point)) == load_point.concurrency
         else:
-            made = schedule(level, 0)
+            made = schedule(load_point, 0)
             # Long enough for percentiles of the tail to be of more than a handful of requests.
             assert made.end - made.first > 20
     for ask in islice(asks, 60):
@@ -56,10 +56,10 @@ def test_the_shipped_trace_is_replayed_with_its_own_prompts() -> None:
     found = find_load("trace")
     assert found.work.trace == facts.CONFIGS / "load" / "trace.jsonl"
     assert found.load_points[0] == Replay(trace=found.work.trace, max_total_tokens=4096, warmup_s=5)
-    assert [level.speedup for level in found.load_points if isinstance(level, Replay)] == [1, 2]
+    assert [load_point.speedup for load_point in found.load_points if isinstance(load_point, Replay)] == [1, 2]
 
 
-def test_lists_are_levels(tmp_path: Path) -> None:
+def test_lists_are_load_points(tmp_path: Path) -> None:
     found = load("name: my\nload: {rate: [1, 2.5], requests: 10, arrivals: gamma, burstiness: 2}", tmp_path)
     assert found.load_points == tuple(Open(rate=rate, requests=10, arrivals="gamma", burstiness=2) for rate in (1, 2.5))
     assert found.work == Work(folder=tmp_path)
@@ -168,12 +168,12 @@ def test_an_unknown_load_gets_the_nearest_spelling(tmp_path: Path) -> None:
 
 
 def test_options_are_read_as_a_file_is_and_refused_as_the_command_s() -> None:
-    levels = parse_loads({"rate": [1], "duration_s": 5}, "--load", Path(), UsageError)
-    assert levels == (Open(rate=1, duration_s=5),)
+    load_points = parse_loads({"rate": [1], "duration_s": 5}, "--load", Path(), UsageError)
+    assert load_points == (Open(rate=1, duration_s=5),)
     with pytest.raises(UsageError, match=r"^--load: unknown key 'ratte'; did you mean 'rate'"):
         parse_loads({"ratte": 1}, "--load", Path(), UsageError)
     with pytest.raises(UsageError, match=r"^work: output_tokens '0' cannot be drawn from"):
-        parse_work({"output_tokens": 0}, "work", Path(), levels, UsageError)
+        parse_work({"output_tokens": 0}, "work", Path(), load_points, UsageError)
 
 
 def test_another_trace_in_the_place_of_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_a_mistake_is_named(text: str, why: str) -> None:
     assert str(caught.value).startswith(f"input_tokens '{text}' cannot be drawn from: {why}")
 
 
-def test_moments() -> None:
+def test_lengths_have_the_mean_and_deviation_of_their_distribution() -> None:
     assert set(draw(128)) == {128}
     normal = draw("normal:128,32")
     assert normal.mean() == pytest.approx(128, abs=0.5)
@@ -115,7 +115,7 @@ def test_seconds_are_neither_whole_nor_negative() -> None:
     ("text", "typical"),
     [("128", 128), ("normal:128,32", 128), ("lognormal:99,2", 99), ("uniform:64,256", 64), ("mix:0.5*9+0.5*7", 7)],
 )
-def test_what_is_no_mere_tail(text: str, typical: float) -> None:
+def test_the_typical_length_of_a_distribution(text: str, typical: float) -> None:
     assert parse(text, "input_tokens").typical == typical
 
 

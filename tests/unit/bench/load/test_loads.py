@@ -99,7 +99,7 @@ def test_what_cannot_be_measured_is_refused(make: Callable[[], object], message:
         ),
     ],
 )
-def test_a_level_says_what_it_is(load: Load, label: str, entry: dict[str, object]) -> None:
+def test_a_load_point_says_what_it_is(load: Load, label: str, entry: dict[str, object]) -> None:
     assert (load.label, load.entry()) == (label, entry)
     assert json.loads(json.dumps(load.entry())) == load.entry()
 

@@ -86,7 +86,9 @@ def test_lengths_follow_their_distributions(tokenizer: Tokenizer) -> None:
     assert sum(ask.output_tokens == 5 for ask in asks) / 2000 == pytest.approx(0.25, abs=0.03)
 
 
-def test_a_seed_makes_the_work_and_every_level_sees_the_same_lengths_and_no_prompt_twice(tokenizer: Tokenizer) -> None:
+def test_a_seed_makes_the_work_and_every_load_point_sees_the_same_lengths_and_no_prompt_twice(
+    tokenizer: Tokenizer,
+) -> None:
     work = Work(input_tokens="uniform:20,60", output_tokens="uniform:1,99")
     workload = Workload(work, tokenizer, 3)
     one, two = (list(islice(workload.asks(), 700)) for _ in range(2))
@@ -134,7 +136,7 @@ def test_a_share_of_the_prompts_begins_with_one_of_the_groups(tokenizer: Tokeniz
         assert len(set(group)) == len(group)
 
 
-def test_the_prefix_counts_the_special_token_and_is_another_at_the_next_level(tokenizer: Tokenizer) -> None:
+def test_the_prefix_counts_the_special_token_and_is_another_at_the_next_load_point(tokenizer: Tokenizer) -> None:
     workload = Workload(Work(input_tokens=30, shared_prefix=SharedPrefix(share=1, tokens=20)), tokenizer, 0)
     one, two = (list(islice(workload.asks(), 40)) for _ in range(2))
     assert min(shared_tokens(tokenizer, one[0].prompt, ask.prompt) for ask in one) == 20

@@ -65,7 +65,7 @@ def timers() -> int:
     return sum("timerfd" in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
 
 
-def test_never_early_and_once(run: Run) -> None:
+def test_an_alarm_rings_once_and_never_early(run: Run) -> None:
     async def scenario() -> None:
         rings = Rings()
         for number, wait in enumerate([0, 1, 1_000, 50_000, 999_999, MS, 3 * MS, 20 * MS, 7 * MS], 1):
@@ -102,7 +102,7 @@ def test_it_is_not_set_before_it_is_told(run: Run) -> None:
     run(scenario())
 
 
-def test_the_last_time_wins(run: Run) -> None:
+def test_an_alarm_rings_at_the_time_that_was_set_last(run: Run) -> None:
     async def scenario() -> None:
         rings = Rings()
         rings.alarm.at(monotonic_ns() + 5 * MS)

@@ -125,7 +125,7 @@ def test_an_end_that_comes_after_the_request_was_given_up_changes_nothing(loop: 
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_a_level_ends_when_everything_fails(loop: asyncio.AbstractEventLoop, concurrency: int) -> None:
+def test_a_load_point_ends_when_everything_fails(loop: asyncio.AbstractEventLoop, concurrency: int) -> None:
     driver = closed(Quick(lambda _: True), Closed(concurrency=concurrency, duration_s=3600))
     ended = drive(loop, driver)
     assert driver.stopped == "5 requests in a row failed, the last by ConnectFailed: nobody there"
@@ -134,7 +134,7 @@ def test_a_level_ends_when_everything_fails(loop: asyncio.AbstractEventLoop, con
     assert len(ended) + driver.cut in range(5, 5 + concurrency)
 
 
-def test_a_server_that_takes_no_connections_ends_a_level_at_once(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_server_that_takes_no_connections_ends_a_load_point_at_once(loop: asyncio.AbstractEventLoop) -> None:
     patient = Limits(request_s=3600, token_s=3600, failures=100)
     driver = opened(Quick(lambda _: True), [0, 0, 0, 0, 0, 3_600_000], patient)
     assert len(drive(loop, driver)) == 5
@@ -156,7 +156,7 @@ def test_an_open_loop_ends_when_everything_fails(loop: asyncio.AbstractEventLoop
     assert driver.stopped == "5 requests in a row failed, the last by ConnectFailed: nobody there"
 
 
-def test_failures_between_successes_do_not_end_a_level(loop: asyncio.AbstractEventLoop) -> None:
+def test_failures_between_successes_do_not_end_a_load_point(loop: asyncio.AbstractEventLoop) -> None:
     driver = closed(Quick(lambda exchange: int(exchange.id[1:]) % 5 > 0), Closed(concurrency=1, requests=40, warmup=0))
     ended = drive(loop, driver)
     assert driver.stopped is None
@@ -196,7 +196,7 @@ def test_a_request_may_fail_before_start_returns(
 # The end
 
 
-def test_an_interrupted_level_keeps_what_has_ended_and_counts_the_rest(loop: asyncio.AbstractEventLoop) -> None:
+def test_an_interrupted_load_point_keeps_what_has_ended_and_counts_the_rest(loop: asyncio.AbstractEventLoop) -> None:
     class Interrupts(Quick):
         """After the second answer."""
 
@@ -229,7 +229,7 @@ def test_an_interrupted_level_keeps_what_has_ended_and_counts_the_rest(loop: asy
     ],
     ids=["closed", "open"],
 )
-def test_a_level_interrupted_before_it_began_sends_nothing(
+def test_a_load_point_interrupted_before_it_began_sends_nothing(
     loop: asyncio.AbstractEventLoop, make: Callable[[Sender], Driver]
 ) -> None:
     # Ctrl-C while connections are opened.
@@ -250,13 +250,13 @@ def test_an_interrupt_while_connections_are_made_is_not_lost(
 ) -> None:
     class Connecting(Quick):
         async def warm(self, calls: int) -> None:
-            level.interrupt()
+            point.interrupt()
 
     sender, work = Connecting(), Sessions(1)
-    level = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
-    loop.run_until_complete(level.prepare())
-    loop.run_until_complete(level.drive())
-    driven = level.collect(len)
+    point = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
+    loop.run_until_complete(point.prepare())
+    loop.run_until_complete(point.drive())
+    driven = point.collect(len)
     result = evaluate(load, driven, protocol="grpc")
     assert sender.started == []
     assert result.interrupted
@@ -269,10 +269,10 @@ def test_an_interrupt_while_requests_are_made_is_not_lost(loop: asyncio.Abstract
 
     def watch(live: Live) -> None:
         told.append(live)
-        level.interrupt()
+        point.interrupt()
 
     load, work = Open(rate=1e5, requests=1_000_000), Sessions(1)
-    level = LoadPointRun(
+    point = LoadPointRun(
         load,
         Client(Letters(), Quick()),
         RequestFactory(),
@@ -280,11 +280,11 @@ def test_an_interrupt_while_requests_are_made_is_not_lost(loop: asyncio.Abstract
         limits=PATIENT,
         watch=watch,
     )
-    loop.run_until_complete(level.prepare())
-    loop.run_until_complete(level.drive())
+    loop.run_until_complete(point.prepare())
+    loop.run_until_complete(point.drive())
     assert [live.to_make for live in told] == [1_200_000]
     assert 0 < told[0].made < 1_200_000
-    assert len(level.collect(len).records) == 0
+    assert len(point.collect(len).records) == 0
 
 
 def test_a_long_closed_loop_makes_its_last_requests_while_it_runs(
@@ -293,12 +293,12 @@ def test_a_long_closed_loop_makes_its_last_requests_while_it_runs(
     monkeypatch.setattr(load_point, "MOST_AHEAD", 20)
     sender, work = Quick(), Sessions(1)
     load = Closed(concurrency=2, requests=100, cooldown=False, warmup=0)
-    level = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
-    loop.run_until_complete(level.prepare())
+    point = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
+    loop.run_until_complete(point.prepare())
     assert next(work.asks(WHOLE)).session == 20
-    loop.run_until_complete(level.drive())
+    loop.run_until_complete(point.drive())
     assert next(work.asks(WHOLE)).session == 101  # one was taken above
-    assert len(level.collect(len).records) == 100
+    assert len(point.collect(len).records) == 100
 
 
 class Fault(Exception):
@@ -333,7 +333,7 @@ class Broken(Quick):
     ],
     ids=["prompts run out", "no next turn", "no next turn, open", "no view", "no sender", "no sender, open"],
 )
-def test_a_fault_of_ours_ends_the_level_and_is_raised(
+def test_a_fault_of_ours_ends_the_load_point_and_is_raised(
     loop: asyncio.AbstractEventLoop, kind: type[Sender], make: Callable[[Sender], Driver]
 ) -> None:
     sender = kind()
@@ -357,7 +357,7 @@ class Counting(asyncio.SelectorEventLoop):
 
 @pytest.mark.parametrize("how", ["by itself", "stopped", "interrupted", "cancelled"])
 @pytest.mark.parametrize("kind", ["closed", "open"])
-def test_nothing_is_left_however_a_level_ends(kind: str, how: str) -> None:
+def test_nothing_is_left_however_a_load_point_ends(kind: str, how: str) -> None:
     class Watched(Quick):
         def reply(self, exchange: InFlightRequest) -> None:
             super().reply(exchange)

@@ -119,7 +119,7 @@ def test_the_window_of_an_open_loop_that_ends_by_itself_is_the_schedules(loop: a
 def test_a_time_of_day_that_is_set_meanwhile_is_told(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter((0, -2_500 * MS))  # as the level begins and as it ends
+    looks = iter((0, -2_500 * MS))  # as the load_point begins and as it ends
     monkeypatch.setattr("trtpipe.pipeline.bench.loop.driver.time_ns", lambda: monotonic_ns() + next(looks))
     driver = opened(Quick(), [0, 1])
     drive(loop, driver)

@@ -98,7 +98,7 @@ def test_a_server_elsewhere_has_other_gpus(nvml: Nvml, url: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "driver"), [(0, True), (2, False)])
-def test_a_machine_without(monkeypatch: pytest.MonkeyPatch, count: int, driver: bool) -> None:
+def test_a_machine_without_a_gpu_has_no_sampler(monkeypatch: pytest.MonkeyPatch, count: int, driver: bool) -> None:
     use(Nvml(count, driver), monkeypatch)
     assert GpuSampler.find("http://localhost:8000") is None
 

@@ -40,7 +40,7 @@ nv_energy_consumption{{gpu_uuid="GPU-1"}} {joules}
 """.encode()
 
 
-def test_a_level_by_the_server_s_own_word() -> None:
+def test_a_load_point_by_the_server_s_own_word() -> None:
     pages = [
         (10 * SECOND, page(100, done=10, queue_us=1000, compute_us=9000, joules=50)),
         (11 * SECOND, page(1100, done=20, queue_us=3000, compute_us=29_000, active=6, joules=150)),
@@ -105,7 +105,7 @@ def serving(pages: Iterator[bytes]) -> Iterator[str]:
 
 
 @pytest.mark.loopback
-def test_pages_are_read_at_both_ends_of_a_level() -> None:
+def test_pages_are_read_at_both_ends_of_a_load_point() -> None:
     with serving(page(100 * number) for number in range(1, 100)) as url:
         beside = ServerMonitor("http://elsewhere:8000", url)
         with beside:

@@ -115,7 +115,7 @@ def test_a_server_that_closes_after_each_answer() -> None:
 @pytest.mark.loopback
 @pytest.mark.parametrize("connections", [0, 2])
 def test_connections_that_the_server_closed_while_nobody_looked_are_not_used(connections: int) -> None:
-    """Servers close what is idle; prompts of the next level are made meanwhile, and the loop does not turn."""
+    """Servers close what is idle; prompts of the next load point are made meanwhile, and the loop does not turn."""
 
     async def scenario() -> None:
         async with serving() as (server, sender):
@@ -161,7 +161,7 @@ def test_a_request_cancelled_before_it_has_a_connection_is_never_sent() -> None:
 
 
 @pytest.mark.loopback
-def test_nobody_listens() -> None:
+def test_a_refused_connection_fails_its_request() -> None:
     async def scenario() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

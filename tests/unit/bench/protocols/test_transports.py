@@ -523,7 +523,7 @@ def test_a_server_killed_in_mid_stream_gone_and_back(fleeting: Fleeting) -> None
 
 
 def test_a_server_that_was_started_anew_while_nobody_looked(fleeting: Fleeting) -> None:
-    """Prompts of a level take a while to make, and the loop does not turn meanwhile."""
+    """Prompts of a load point take a while to make, and the loop does not turn meanwhile."""
 
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -602,7 +602,7 @@ def refused(kind: type[Exception], words: str, *args: Any, **options: Any) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_something_else_listens(known: MockServerProcess, transport: str) -> None:
+def test_a_server_of_another_protocol_is_refused(known: MockServerProcess, transport: str) -> None:
     wiring = Wiring(transport=transport)
     refused(HostError, "no Triton answers over gRPC", "grpc", known.http_port, 0, wiring)
     with serving_words(b"SSH-2.0-OpenSSH_9.2p1\r\n") as port:

@@ -300,7 +300,7 @@ def test_undefined_is_none_and_never_zero_or_nan() -> None:
         (Row(stamps=(60, 70), tokens=(1, 1), warmup=True),),
         LEVEL,
     ],
-    ids=["one token", "all failed", "warm-up alone", "a level"],
+    ids=["one token", "all failed", "warm-up alone", "a load point"],
 )
 def test_no_number_is_nan_or_endless(rows: tuple[Row, ...]) -> None:
     records = made(*rows)

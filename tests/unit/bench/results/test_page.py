@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bench_reports import LATE, level, lines, report, sample
+from tests.support.bench_reports import LATE, lines, load_point, report, sample
 from tests.support.chromium import PROGRAM, Chromium
 from tests.unit.bench.compare.test_importers import ALL
 from trtpipe.pipeline.bench.compare.importers import read_report
@@ -37,11 +37,13 @@ def full(
     **changes: Any,
 ) -> dict[str, Any]:
     """A report with everything a page can show."""
-    levels = []
+    load_points = []
     for protocol in protocols:
         for number in range(count):
             concurrency = 1 + 4 * number
-            found = level(lines(20, seed=number, ttft_ms=40 + concurrency), concurrency=concurrency, protocol=protocol)
+            found = load_point(
+                lines(20, seed=number, ttft_ms=40 + concurrency), concurrency=concurrency, protocol=protocol
+            )
             found["metrics"]["output_token_throughput"]["value"] = 4000 * concurrency / (concurrency + 12)
             rng = np.random.default_rng(number)
             series = {name: rng.uniform(1, 9, steps).tolist() for name in ("in_flight", "tokens_per_s")}
@@ -71,8 +73,8 @@ def full(
             }  # fmt: skip
             found["samples"] = [sample()] if samples is None else samples
             found["errors"] = [{"kind": "grpc UNAVAILABLE", "count": 3, "messages": ["queue is full"]}]
-            levels.append(found)
-    return report(levels, **changes)
+            load_points.append(found)
+    return report(load_points, **changes)
 
 
 class Page(HTMLParser):
@@ -130,7 +132,9 @@ def marks(figure: ElementTree.Element) -> list[ElementTree.Element]:
         ([-3, 3], -4, 4, (-4, -2, 0, 2, 4), False),
     ],
 )
-def test_axes(values: list[float], low: float, high: float, ticks: tuple[float, ...], log: bool) -> None:
+def test_an_axis_fits_its_values(
+    values: list[float], low: float, high: float, ticks: tuple[float, ...], log: bool
+) -> None:
     found = axes.fitting("ms", values)
     assert (found.low, found.high) == pytest.approx((low, high))
     assert found.log == log
@@ -286,7 +290,7 @@ def test_the_summary_is_of_the_best_load_point() -> None:
 
 
 def test_the_figures_of_the_table() -> None:
-    found = level(lines(20, seed=1))
+    found = load_point(lines(20, seed=1))
     found["metrics"]["time_to_first_token"] |= {"p50": 12.3456, "p90": 1234.5, "p99": 0.5}
     found["metrics"]["time_to_first_token"]["interval"]["p50"] = [11.5, 13.25]
     page = Page(render(report([found])))
@@ -295,7 +299,7 @@ def test_the_figures_of_the_table() -> None:
     assert ("td", "title", "95 %: 11.5 to 13.25") in page.attributes
 
 
-def test_the_curve_of_a_protocol_has_a_point_for_each_level() -> None:
+def test_the_curve_of_a_protocol_has_a_point_for_each_load_point() -> None:
     figure = trade_off(render(full()), "Latency")
     assert figure.get("aria-label") == "Latency p99 against throughput"
     titles = [mark.findtext("title", "") for mark in marks(figure)]
@@ -312,7 +316,7 @@ def test_the_curve_of_a_protocol_has_a_point_for_each_level() -> None:
 
 
 def test_what_is_unknown_is_a_dash_and_never_0() -> None:
-    found = level(lines(20, seed=1))
+    found = load_point(lines(20, seed=1))
     for metric in found["metrics"].values():
         for key in metric:
             metric[key] = None
@@ -364,17 +368,17 @@ def test_objectives_and_the_highest_load_that_meets_them() -> None:
     assert "grpc, closed loop: all objectives are met at no load." in Page(render(value)).words
 
 
-def test_the_pareto_front_leaves_out_what_another_level_beats() -> None:
-    # Throughput and latency p99: the second level is beaten by the third, the last one is not valid.
+def test_the_pareto_front_leaves_out_what_another_load_point_beats() -> None:
+    # Throughput and latency p99: the second load point is beaten by the third, the last one is not valid.
     told = [(100, 20.0, True), (200, 50.0, True), (300, 40.0, True), (400, 90.0, True), (500, 10.0, False)]
-    levels = []
+    load_points = []
     for number, (throughput, latency, valid) in enumerate(told):
-        found = level(lines(20, seed=number), concurrency=number + 1)
+        found = load_point(lines(20, seed=number), concurrency=number + 1)
         found["metrics"]["output_token_throughput"]["value"] = throughput
         found["metrics"]["request_latency"]["p99"] = latency
         found["verdict"] = {"valid": valid, "reasons": []}
-        levels.append(found)
-    figure = trade_off(render(report(levels)), "Latency")
+        load_points.append(found)
+    figure = trade_off(render(report(load_points)), "Latency")
     (band,) = [part.get("d", "") for part in figure.iter("path") if part.get("class") == "band"]
     dots = [mark.get("d", "") for mark in marks(figure) if "dot" in mark.get("class", "")]
     starts = [tuple(map(float, place.split())) for place in band.removeprefix("M").split("L")]
@@ -383,13 +387,15 @@ def test_the_pareto_front_leaves_out_what_another_level_beats() -> None:
     assert len(starts) == 3  # of 400, 300 and 100 tokens/s
     assert list(across) == sorted(across, reverse=True)
     assert list(down) == sorted(down)
-    # One level beats none.
-    assert "band" not in {part.get("class") for part in next(figures(render(report(levels[:1])))).iter("path")}
+    # One load point beats none.
+    assert "band" not in {part.get("class") for part in next(figures(render(report(load_points[:1])))).iter("path")}
 
 
 def test_open_and_closed_loops_are_curves_of_their_own() -> None:
     requests = lines(20, seed=1)
-    value = report([level(requests, concurrency=4), level(requests, rate=10.0), level(requests, rate=20.0)])
+    value = report(
+        [load_point(requests, concurrency=4), load_point(requests, rate=10.0), load_point(requests, rate=20.0)]
+    )
     figure = next(figures(render(value)))
     lines_drawn = [mark.findtext("title") for mark in marks(figure) if "line" in mark.get("class", "")]
     assert lines_drawn == ["grpc, poisson arrivals"]
@@ -457,7 +463,7 @@ def test_every_metric_is_defined_at_the_end() -> None:
     assert "A gap. (It has a full stop.) Undefined: never." in Page(render(value)).words
 
 
-def test_a_run_without_levels_has_a_page() -> None:
+def test_a_run_without_load_points_has_a_page() -> None:
     assert "None was measured." in Page(render(report([], partial=True))).words
 
 
@@ -469,7 +475,7 @@ def test_results_of_other_tools_have_a_page(path: Path) -> None:
     assert "0.0" not in page.words
 
 
-def test_twenty_levels_of_two_protocols_fit_in_a_megabyte() -> None:
+def test_twenty_load_points_of_two_protocols_fit_in_a_megabyte() -> None:
     assert len(render(full(20, steps=2000)).encode()) < 1_000_000
 
 

@@ -102,7 +102,7 @@ def test_a_usage_of_one_token_a_response_makes_token_exact_gaps() -> None:
         ([Failure("Timeout", "late")], None),
     ],
 )
-def test_a_level_says_who_counted(answers: list[Answer | Failure], source: str | None) -> None:
+def test_a_load_point_says_who_counted(answers: list[Answer | Failure], source: str | None) -> None:
     check = SelfCheck(figures={}, reasons=[])
     result = load_point_result(settled(*answers), None, check, protocol="grpc", label="1 in flight", load={})
     assert result.token_count_source == source

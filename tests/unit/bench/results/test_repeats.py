@@ -9,7 +9,9 @@ import pytest
 from trtpipe.pipeline.bench.results.repeats import over_runs, repeats
 
 
-def level(ttft: float | None, tokens: float, *, load: int = 4, valid: bool = True, repeat: int = 0) -> dict[str, Any]:
+def load_point(
+    ttft: float | None, tokens: float, *, load: int = 4, valid: bool = True, repeat: int = 0
+) -> dict[str, Any]:
     return {
         "protocol": "grpc",
         "label": f"{load} in flight",
@@ -24,7 +26,7 @@ def level(ttft: float | None, tokens: float, *, load: int = 4, valid: bool = Tru
 
 
 def test_mean_and_interval_of_three_runs() -> None:
-    (one,) = repeats([level(10.0, 100.0), level(12.0, 110.0, repeat=1), level(14.0, 90.0, repeat=2)])
+    (one,) = repeats([load_point(10.0, 100.0), load_point(12.0, 110.0, repeat=1), load_point(14.0, 90.0, repeat=2)])
     assert (one["protocol"], one["label"], one["runs"], one["valid"]) == ("grpc", "4 in flight", 3, 3)
     ttft = one["metrics"]["time_to_first_token"]
     assert ttft["p50"]["mean"] == 12.0
@@ -36,20 +38,20 @@ def test_mean_and_interval_of_three_runs() -> None:
 
 
 def test_one_run_tells_nothing_and_loads_are_kept_apart() -> None:
-    assert repeats([level(10.0, 100.0), level(10.0, 100.0, load=8)]) == []
-    assert [one["label"] for one in repeats([level(1.0, 1.0, load=load) for load in (4, 8, 4, 8)])] == [
+    assert repeats([load_point(10.0, 100.0), load_point(10.0, 100.0, load=8)]) == []
+    assert [one["label"] for one in repeats([load_point(1.0, 1.0, load=load) for load in (4, 8, 4, 8)])] == [
         "4 in flight", "8 in flight",
     ]  # fmt: skip
 
 
 def test_an_invalid_run_and_an_unknown_figure() -> None:
-    runs = [level(10.0, 100.0), level(1000.0, 1.0, valid=False), level(12.0, 100.0)]
+    runs = [load_point(10.0, 100.0), load_point(1000.0, 1.0, valid=False), load_point(12.0, 100.0)]
     (one,) = repeats(runs)
     assert (one["runs"], one["valid"]) == (3, 2)
     assert one["metrics"]["time_to_first_token"]["p50"]["mean"] == 11.0
-    (one,) = repeats([level(None, 100.0), level(12.0, 100.0)])
+    (one,) = repeats([load_point(None, 100.0), load_point(12.0, 100.0)])
     assert one["metrics"]["time_to_first_token"]["p50"] is None
-    (one,) = repeats([level(10.0, 1.0, valid=False), level(12.0, 1.0)])
+    (one,) = repeats([load_point(10.0, 1.0, valid=False), load_point(12.0, 1.0)])
     assert one["metrics"]["output_token_throughput"]["value"] is None
 
 

@@ -109,17 +109,17 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     page = (tmp_path / "out" / "report.html").read_text()
     for name in ("report.json", "report.csv", "report.requests.jsonl"):
         assert f'<a href="{name}">{name}</a>' in page
-    (level,) = value["levels"]
-    assert set(level["metrics"]) <= set(value["metrics"])
-    assert level["slo"]["met"] is True
-    assert level["slo"]["attainment"] == 1.0
+    (load_point,) = value["levels"]
+    assert set(load_point["metrics"]) <= set(value["metrics"])
+    assert load_point["slo"]["met"] is True
+    assert load_point["slo"]["attainment"] == 1.0
     requests = [json.loads(line) for line in (tmp_path / "out" / "report.requests.jsonl").read_text().splitlines()]
-    assert len(requests) == level["requests"]["measured"] + level["requests"]["warmup"]
+    assert len(requests) == load_point["requests"]["measured"] + load_point["requests"]["warmup"]
     assert all(one["sent_ns"] <= one["stamps_ns"][0] <= one["end_ns"] for one in requests)
     assert {sum(one["tokens"]) for one in requests if not one["warmup"]} == {6}
     table = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
     ttft = next(row for row in table if row["metric"] == "time_to_first_token")
-    assert float(ttft["p99"]) == level["metrics"]["time_to_first_token"]["p99"]
+    assert float(ttft["p99"]) == load_point["metrics"]["time_to_first_token"]["p99"]
 
 
 EVERYTHING: dict[str, Any] = {
@@ -247,7 +247,7 @@ def search_finds(goal: str, server: MockServerProcess, tokenizer: Path) -> None:
         assert one.found.rate <= 125
         value = report.to_json()
         assert value["searches"][0]["rate"] == one.found.rate
-        # Where it began, and every run, are levels of the report.
+        # Where it began, and every run, are load points of the report.
         assert value["levels"][0]["label"] == "1 in flight"
         assert len(value["levels"]) == 1 + one.found.runs
         assert one.said().startswith(f"grpc: {goal} {one.found.rate:g} requests/s (")
@@ -344,11 +344,11 @@ def test_a_stream_that_stalls_is_given_up_and_the_place_goes_on(
     assert result.requests["succeeded"] == 3
 
 
-def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_ends_the_load_point_and_says_so(tokenizer: Path, tmp_path: Path) -> None:
     server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth.jsonl")
     threading.Timer(1.0, server.stop).start()
     report = measure(server, tokenizer, loads=(Closed(concurrency=2, duration_s=120), TWO))
-    (result,) = report.results  # of the second level there is none, which costs the first nothing
+    (result,) = report.results  # of the second load_point there is none, which costs the first nothing
     assert report.partial
     assert isinstance(report.broken, HostError)
     *_, written = write_report(report, tmp_path / "report.json")
@@ -361,7 +361,9 @@ def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path
         measure(server, tokenizer)
 
 
-def test_each_level_is_told_when_it_begins_and_when_it_has_ended(known: MockServerProcess, tokenizer: Path) -> None:
+def test_each_load_point_is_told_when_it_begins_and_when_it_has_ended(
+    known: MockServerProcess, tokenizer: Path
+) -> None:
     seen: list[Progress] = []
     options = BenchOptions(
         targets=(target(known, "grpc"),), tokenizer=tokenizer, work=Work(input_tokens=8, output_tokens=6),

@@ -1,4 +1,4 @@
-"""A level over time and its histograms: nothing is lost at an edge."""
+"""A load point over time and its histograms: nothing is lost at an edge."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def there(found: dict[str, Any], key: str) -> dict[float, float]:
     return {start: value for start, value in values.items() if value}
 
 
-def test_steps_of_a_level() -> None:
+def test_steps_of_a_load_point() -> None:
     found = drawn(made(*LEVEL))
     assert found["interval_s"] == 0.01
     assert found["t_s"] == pytest.approx([step / 100 for step in range(120)])
@@ -120,7 +120,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 @given(st.lists(rows(), min_size=1, max_size=12))
-def test_nothing_is_lost(some: list[Row]) -> None:
+def test_a_series_counts_every_request(some: list[Row]) -> None:
     records = made(*some)
     found = drawn(records)
     interval = found["interval_s"]

@@ -193,7 +193,7 @@ def paused(pause: float) -> Row:
     return Row(stamps=[*stamps, stamps[-1] + pause], tokens=[1] * 102, end=500)
 
 
-def test_a_request_whose_own_gaps_miss_the_limit_is_not_good_though_the_level_meets_it() -> None:
+def test_a_request_whose_own_gaps_miss_the_limit_is_not_good_though_the_load_point_meets_it() -> None:
     # Three gaps of 100 ms among 33 are a p99 of their request's own, and nothing among 3300 others.
     stamps = [*range(0, 310, 10), 400, 500, 600]
     bad = Row(stamps=stamps, tokens=[1] * len(stamps))

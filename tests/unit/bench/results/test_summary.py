@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bench_reports import LATE, level, lines
+from tests.support.bench_reports import LATE, lines, load_point
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
@@ -20,7 +20,7 @@ STEADY = {"clock_step_ms": 0.0}
 
 
 def result(**changes: Any) -> LoadPointResult:
-    return LoadPointResult(**{**level(lines(4, seed=1)), "client": STEADY, **changes})
+    return LoadPointResult(**{**load_point(lines(4, seed=1)), "client": STEADY, **changes})
 
 
 def report(*results: LoadPointResult, **changes: Any) -> BenchReport:
@@ -47,11 +47,11 @@ def test_of_a_quiet_run_there_is_nothing_to_say() -> None:
         ),
     ],
 )
-def test_what_a_level_has_to_say(changes: dict[str, Any], line: str) -> None:
+def test_what_a_load_point_has_to_say(changes: dict[str, Any], line: str) -> None:
     assert list(notes(report(result(**changes)))) == [f"grpc, 1 in flight: {line}"]
 
 
-def test_what_a_run_has_to_say() -> None:
+def test_notes_of_a_run_name_what_limits_its_figures() -> None:
     off = {"streams": 4, "ttft_p50_ms": 1.25, "ttft_p99_ms": 3.5}
     whole = report(
         result(verdict=LATE),
@@ -70,7 +70,7 @@ def test_what_a_run_has_to_say() -> None:
     )
 
 
-def test_a_level_that_was_measured_again_counts_as_it_came_out() -> None:
+def test_a_load_point_that_was_measured_again_counts_as_it_came_out() -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=1))
     found = SearchResult(protocol="grpc", search=search, found=Found(rate=1.0))
     again = report(result(verdict=LATE), result(), searches=[found])
@@ -102,10 +102,10 @@ def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> No
     assert refusal(failing, PATH) is failing.broken
 
 
-def test_a_short_level_does_not_tell_what_the_server_keeps_up_with() -> None:
+def test_a_short_load_point_does_not_tell_what_the_server_keeps_up_with() -> None:
     """Much of what is asked in it ends after it, whatever the server does."""
     requests = lines(4, seed=1)  # of 120 ms
-    metrics = level(requests)["metrics"]
+    metrics = load_point(requests)["metrics"]
     usual = metrics["request_latency"]["p10"] / 1e3
     assert served(result(metrics=metrics, window_s=19.9 * usual)) is None
     assert served(result(metrics=metrics, window_s=20.1 * usual)) == metrics["request_throughput"]["value"]

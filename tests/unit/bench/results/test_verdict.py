@@ -64,7 +64,7 @@ def test_lateness_that_is_rare_is_forgiven() -> None:
     assert reason.what == "the event loop was late"
 
 
-def test_a_level_too_short_for_a_beat_is_not_late() -> None:
+def test_a_load_point_too_short_for_a_beat_is_not_late() -> None:
     assert reasons(replace(CLIENT, lateness_ns=[])) == []
 
 
@@ -198,7 +198,7 @@ def test_figures_without_a_request_are_undefined_and_not_zero() -> None:
     assert found["cpu_s_per_1000_tokens"] is None
 
 
-def test_a_level_that_ended_early_need_not_reach_its_load() -> None:
+def test_a_load_point_that_ended_early_need_not_reach_its_load() -> None:
     few = replace(CLIENT, peak=2)
     assert [reason.what for reason in reasons(few)] == ["the load was not reached"]
     assert reasons(few, whole=False) == []

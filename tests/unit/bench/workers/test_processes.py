@@ -87,7 +87,7 @@ def test_no_prompt_is_asked_twice(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize(("total", "of", "counts"), [(10, 3, [4, 3, 3]), (2, 2, [1, 1]), (7, 1, [7])])
-def test_shares(total: int, of: int, counts: list[int]) -> None:
+def test_workers_share_requests_evenly(total: int, of: int, counts: list[int]) -> None:
     assert [Share(index, of).count(total) for index in range(of)] == counts
     assert [len(list(Share(index, of).take(range(total)))) for index in range(of)] == counts
 
@@ -112,7 +112,7 @@ def test_what_all_do_is_shown_as_one(known: MockServerProcess, tokenizer: Path) 
     assert seen[-1].live.done > max(one.live.done for one in seen[:2])
 
 
-def test_sums_of_where_a_level_stands() -> None:
+def test_sums_of_where_a_load_point_stands() -> None:
     parts = [
         Live(elapsed_s=1.0, warmed=1, done=2, failed=0, in_flight=3, responses=4, first_ns=[5]),
         Live(elapsed_s=2.0, warmed=10, done=20, failed=1, in_flight=30, responses=40, first_ns=[50, 60]),
@@ -154,12 +154,12 @@ def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
     assert report.results[0].interrupted
     assert report.results[0].requests["cut"] > 0
     assert len(report.records[0]) > 0
-    # Whether this machine was busy meanwhile or not: nobody expects the load of a level that was ended.
+    # Whether this machine was busy meanwhile or not: nobody expects the load of a load point that was ended.
     assert "the load was not reached" not in str(report.verdict())
     assert children() == []
 
 
-def test_a_load_process_that_dies_ends_the_level_with_what_the_others_have(
+def test_a_load_process_that_dies_ends_the_load_point_with_what_the_others_have(
     known: MockServerProcess, tokenizer: Path
 ) -> None:
     kill = once_under_way(lambda: children()[0].kill())

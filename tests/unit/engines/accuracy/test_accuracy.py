@@ -283,7 +283,7 @@ def test_batches_and_slices_change_nothing(
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-3, abs=1e-5)
 
 
-def test_the_same_again(quantized: Quantized, llama: Path, compare: Compare) -> None:
+def test_two_comparisons_of_the_same_are_equal(quantized: Quantized, llama: Path, compare: Compare) -> None:
     assert compare(llama, quantized("int8-sq")) == compare(llama, quantized("int8-sq"))
 
 
@@ -296,7 +296,7 @@ def test_progress_ends_at_the_bytes_of_both(llama: Path, compare: Compare) -> No
 
 
 @pytest.mark.process
-def test_in_a_process_of_its_own(llama: Path, tmp_path: Path) -> None:
+def test_a_comparison_in_a_child_process_leaves_no_files(llama: Path, tmp_path: Path) -> None:
     found = gate.measure(llama, llama, ROWS[:1], device="cpu", log=tmp_path / "log")
     assert (found.mean_kl, found.device) == (0, "cpu")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".accuracy")] == []

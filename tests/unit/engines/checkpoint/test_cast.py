@@ -75,7 +75,7 @@ def test_rounding_to_nearest_even(value: int, bfloat16: int, half: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF])
-def test_not_a_number_stays_one(bits: int) -> None:
+def test_nan_stays_nan(bits: int) -> None:
     value = np.array([bits], dtype=np.uint32)
     assert is_nan(Caster("F32", "BF16").cast(value), "BF16").all()
     assert is_nan(Caster("F32", "F16").cast(value), "F16").all()

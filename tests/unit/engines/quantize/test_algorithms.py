@@ -76,7 +76,7 @@ def source(tmp_path: Path) -> Path:
     return hf_folder(tmp_path / "hf", hidden_size=64, intermediate_size=128)
 
 
-def test_a_recipe_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: QuantAlgo) -> None:
+def test_a_recipe_names_an_added_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: QuantAlgo) -> None:
     shutil.copytree(facts.CONFIGS / "quant", tmp_path / "configs" / "quant")
     (tmp_path / "configs" / "quant" / "int8-shift.yaml").write_text(RECIPE)
     gpu = facts.find_gpu("h100")
@@ -112,7 +112,7 @@ def test_it_is_stored_and_computed(
     assert torch.allclose(first.float(), x.float() @ (codes * power[:, None]).T, rtol=0.02, atol=0.02)
 
 
-def test_a_checkpoint_states_it(tmp_path: Path, shift: QuantAlgo, source: Path) -> None:
+def test_a_checkpoint_states_an_added_algorithm(tmp_path: Path, shift: QuantAlgo, source: Path) -> None:
     out = quantized(source, tmp_path / "out", Quantization(quant_algo=shift), "trtllm", tp_size=2)
     raw = json.loads((out / "config.json").read_text())
     assert (raw["quantization"]["quant_algo"], raw["quantization"]["exclude_modules"]) == (NAME, ["lm_head"])

@@ -41,7 +41,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MIN_TOKENS", 32)
 
 
-def test_a_step_filled_up() -> None:
+def test_a_step_is_filled_up_to_the_size_of_its_graph() -> None:
     step = fill_up([7, 8, 9, 10, 11], [0, 3, 4, 9, 1], [[5], [2], [3, 4], [1, 6, 0], [8]], BLOCK, spare=24)
     assert step.ids.tolist() == [7, 8, 9, 10, 11, 0]
     assert step.positions.tolist() == [0, 3, 4, 9, 1, 0]

@@ -28,7 +28,9 @@ def random() -> torch.Generator:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("columns", [24, 1024, 2200])
-def test_one_row_by_a_weight(random: torch.Generator, dtype: torch.dtype, columns: int) -> None:
+def test_the_product_of_one_row_and_a_weight_is_that_of_float64(
+    random: torch.Generator, dtype: torch.dtype, columns: int
+) -> None:
     x, weight = (torch.randn(rows, columns, generator=random).to(dtype) for rows in (1, 5))
     product = row_product(x.to(DEVICE), weight.to(DEVICE), None, dtype).cpu()
     exact = x.double() @ weight.double().t()

@@ -1,0 +1,288 @@
+"""Proof that a machine runs what trtpipe builds: each precision is built, served, compared and measured there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.api.build import Built
+    from trtpipe.pipeline.prove.proof import Lane, Proof, Speed, State, Step
+    from trtpipe.pipeline.spec import BuildSpec
+
+log = logging.getLogger("trtpipe")
+
+# Small sizes: an engine is built in minutes, and the shortest benchmark fills it.
+SIZES = {"build.max_batch_size": 8, "build.max_input_len": 512, "build.max_seq_len": 1024}
+PROMPTS = (
+    "The capital of France is", "Water boils at a temperature of", "def fibonacci(n):", "The opposite of hot is",
+    "One, two, three, four,", "The sun rises in the", "A triangle has three", "The first month of the year is",
+)  # fmt: skip
+ANSWER_TOKENS = 32
+# Share of prompts whose first token must be the reference runtime's. Rounding moves few of them; a wrong weight, scale
+# or head moves nearly all.
+FIRST_TOKENS = 0.5
+CONCURRENCY = (1, 8)
+INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
+# Requests of a load point, at each number in flight.
+REQUESTS = 16
+LOG_LINES = 60
+
+
+def prove(
+    model: str = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None, dtype: str | Sequence[str] = (),
+    toolchain: str | None = None, executor: str | None = None, set: Mapping[str, Any] | None = None,  # noqa: A002
+    engine_python: str = sys.executable, output: Path = Path("proof"), note: Callable[[str], None] = log.info,
+) -> Proof:  # fmt: skip
+    """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
+
+    gpu       a name of `trtpipe gpus`; this machine's if left out
+    runtime   the usual one of the GPU if left out
+    dtype     precisions; bf16 and every quantization recipe if left out
+    set       any other setting of the builds by its dotted name; the engines are small if left out
+    output    folder of proof.json and proof.html
+
+    Greedy answers are compared with those of the reference runtime, which computes in PyTorch with the same quantized
+    weights. A precision that fails is part of the report, with the end of its logs; the others are tried all the same.
+    The report holds no value of a variable that names a secret, and no home folder.
+
+    Raises UsageError (an unknown name, no precision that this GPU runs) and HostError.
+    """
+    from trtpipe import __version__
+    from trtpipe.configs import facts
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.api.build import settings
+    from trtpipe.pipeline.prove import page
+    from trtpipe.pipeline.prove.proof import Proof
+
+    gpu = gpu or this_gpu()
+    names = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    common: dict[str, Any] = {
+        "model": model, "gpu": gpu, "runtime": runtime, "toolchain": toolchain, "executor": executor,
+        "accept_accuracy": True, "set": {**SIZES, **(set or {})},
+    }  # fmt: skip
+    specs: dict[str, BuildSpec] = {}
+    refused: dict[str, str] = {}
+    for name in names or ("bf16", *(one for one in facts.load_quant_recipes() if one != "none")):
+        try:
+            specs[name] = settings(**common, dtype=name)
+        except UsageError as error:
+            refused[name] = str(error)
+    if not specs:
+        raise UsageError("no precision is left to prove", why="; ".join(f"{k}: {v}" for k, v in refused.items()))
+    lanes = []
+    for name, spec in specs.items():
+        note(f"{name}: {spec.target}")
+        lanes.append(_lane(name, spec, {**common, "dtype": name}, engine_python, note))
+    proof = Proof(
+        version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
+        model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
+    )  # fmt: skip
+    page.write(proof, output)
+    return proof
+
+
+def this_gpu() -> str:
+    """Name of this machine's GPU in `trtpipe gpus`, or cpu. Raises UsageError for a GPU without a file."""
+    from trtpipe.configs import facts
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.nvidia import NoDriver, read_gpus
+
+    try:
+        gpus = read_gpus()
+    except NoDriver:
+        return "cpu"
+    product = gpus[0].name.replace(" ", "-") if gpus else ""
+    found = next((spec.name for spec in facts.load_gpus().values() if spec.product == product), None)
+    if found is None:
+        raise UsageError(f"no file of `trtpipe gpus` is of {product or 'this machine'}", remedy="give --gpu")
+    return found
+
+
+class _Way:
+    """The steps of one precision: after one that failed the others are left out."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.steps: list[Step] = []
+        self._note = note
+        self._failed = ""
+
+    def step(self, name: str, work: Callable[[], tuple[str, Any]]) -> Any:
+        """Run `work`, which returns what it found in words, and a value. Returns that value, None if it failed."""
+        from trtpipe.engines.errors import TrtpipeError
+
+        if self._failed:
+            self._add(name, "left out", 0.0, f"{self._failed} failed")
+            return None
+        begun, since = time.monotonic(), time.time()
+        try:
+            told, value = work()
+        except TrtpipeError as error:
+            self._failed = name
+            self._add(name, "failed", time.monotonic() - begun, str(error), _logs(since))
+            return None
+        self._add(name, "held", time.monotonic() - begun, told)
+        return value
+
+    def _add(self, name: str, state: State, seconds: float, told: str, logs: str = "") -> None:
+        from trtpipe.pipeline.prove.proof import Step
+
+        self.steps.append(Step(name=name, state=state, seconds=seconds, told=scrubbed(told), log=scrubbed(logs)))
+        self._note(f"  {name}: {state}: {told}")
+
+
+def _lane(
+    name: str, spec: BuildSpec, options: Mapping[str, Any], engine_python: str, note: Callable[[str], None]
+) -> Lane:
+    from trtpipe.pipeline.api.build import build
+    from trtpipe.pipeline.prove.proof import Lane
+
+    def made(what: Mapping[str, Any]) -> Callable[[], tuple[str, Built]]:
+        def work() -> tuple[str, Built]:
+            built = build(**what)
+            stages = [stage.stage for stage in built.stages if not stage.reused]
+            return ("made " + ", ".join(stages)) if stages else "all was made before", built
+
+        return work
+
+    way = _Way(note)
+    way.step("build", made(options))
+    served: tuple[list[list[int]], list[Speed]] | None = way.step(
+        "serve", lambda: _served(spec, options["model"], engine_python)
+    )
+    way.step("reference build", made({**options, "runtime": "reference", "toolchain": None, "executor": None}))
+    way.step("reference text", lambda: _compared(served[0] if served else [], options))
+    return Lane(dtype=name, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
+
+
+def _served(spec: BuildSpec, model: str, engine_python: str) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
+    """Serve the target; its greedy answers as tokens, and its speed beside the plan's."""
+    from trtpipe.pipeline.api.bench import bench
+    from trtpipe.pipeline.api.serve import serve
+    from trtpipe.pipeline.prove.proof import Speed
+
+    planned = _planned(spec, model)
+    with serve(spec.target, engine_python=engine_python, openai_port=None) as client:
+        answers = _answers(client)
+        report = bench(
+            client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+        )  # fmt: skip
+    if report.broken is not None:
+        raise report.broken
+    speeds = [
+        Speed(
+            concurrency=concurrency, tokens_per_s=result.metrics["output_token_throughput"]["value"],
+            ttft_ms=result.metrics["time_to_first_token"]["p50"], predicted_tokens_per_s=planned.get(concurrency),
+        )
+        for concurrency, result in zip(CONCURRENCY, report.results, strict=True)
+    ]  # fmt: skip
+    told = ", ".join(f"{one.tokens_per_s:.0f} tokens/s at {one.concurrency} in flight" for one in speeds)
+    return told, (answers, speeds)
+
+
+def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
+    """Tokens per second that the planner predicts, by requests in flight; empty where it cannot plan this."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.api.plan import plan
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.planner.demand import Demand
+
+    lengths = {"input_tokens": str(INPUT_TOKENS), "output_tokens": str(OUTPUT_TOKENS)}
+    with suppress(UsageError):
+        advice = plan(model, gpu=spec.gpu.name, dtype=spec.precision.name, tp=1, runtime=spec.runtime, **lengths)
+        option = advice.candidates[0].option
+        if option is not None:
+            return {n: option.together(Demand(Work(**lengths)), n).tokens_per_s for n in CONCURRENCY}
+    return {}
+
+
+def _compared(answers: list[list[int]], options: Mapping[str, Any]) -> tuple[str, None]:
+    """Compare with the reference runtime's answers. Raises StageFailed where too few begin alike."""
+    from trtpipe.engines.errors import StageFailed
+    from trtpipe.pipeline.api.build import settings
+    from trtpipe.pipeline.api.serve import serve
+
+    reference = settings(**{**options, "runtime": "reference", "toolchain": None, "executor": None})
+    with serve(reference.target, openai_port=None) as client:
+        expected = _answers(client)
+    told, first = compared(answers, expected)
+    if first < FIRST_TOKENS * len(expected):
+        raise StageFailed("the engine does not compute as the reference runtime does", why=told)
+    return told, None
+
+
+def compared(answers: list[list[int]], expected: list[list[int]]) -> tuple[str, int]:
+    """How alike answers are, in words, and how many of them begin alike."""
+    pairs = list(zip(answers, expected, strict=True))
+    first, whole = sum(one[:1] == other[:1] for one, other in pairs), sum(one == other for one, other in pairs)
+    alike, tokens = sum(_common(one, other) for one, other in pairs), sum(map(len, expected))
+    return (
+        f"{first} of {len(pairs)} answers begin with the same token, {whole} are the same to the end; "
+        f"{alike} of {tokens} tokens come before they part"
+    ), first
+
+
+def _answers(client: Any) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(client.tokenizer))
+    texts = [client.generate(prompt, max_tokens=ANSWER_TOKENS) for prompt in PROMPTS]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Number of tokens before two answers part."""
+    same = (a == b for a, b in zip(one, other, strict=False))
+    return next((index for index, equal in enumerate(same) if not equal), min(len(one), len(other)))
+
+
+def _logs(since: float) -> str:
+    """The last lines of each log of the store that was written since then."""
+    from trtpipe.configs.home import default_home
+
+    def lines() -> Iterator[str]:
+        for path in sorted((default_home() / "logs").glob("**/*.log")):
+            with suppress(OSError):
+                if path.stat().st_mtime >= since:
+                    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                    yield from (f"{path.name}: {line}" for line in text[-LOG_LINES:])
+
+    return "\n".join(lines())
+
+
+def scrubbed(text: str) -> str:
+    """The text without values of secret variables, and with ~ for the home folder."""
+    from trtpipe.pipeline.serving.environment import without_secrets
+
+    kept = without_secrets(os.environ)
+    for name in sorted(os.environ.keys() - kept.keys(), key=lambda name: -len(os.environ[name])):
+        if os.environ[name]:
+            text = text.replace(os.environ[name], f"${name}")
+    home = str(Path.home())
+    return text.replace(home, "~") if home != "/" else text
+
+
+def _machine(gpu: str, spec: BuildSpec) -> dict[str, str]:
+    import importlib.metadata
+
+    from trtpipe.engines.nvidia import NoDriver, read_gpus
+
+    versions = {}
+    for name in ("torch", "transformers", "nvidia-modelopt", "nvidia-pytriton", "tensorrt-llm", "numpy"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    driver = "none"
+    with suppress(NoDriver):
+        driver = next((one.driver for one in read_gpus()), "none")
+    return {
+        "gpu": gpu, "driver": driver, "system": platform.platform(), "processors": str(os.cpu_count()),
+        "python": platform.python_version(), "toolchain": spec.toolchain.name, **versions,
+    }  # fmt: skip

@@ -1,0 +1,70 @@
+"""What a proof found on one machine: for each precision its steps, and the speed beside the plan's; as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SCHEMA = "trtpipe.proof/1"
+JSON_NAME, HTML_NAME = "proof.json", "proof.html"
+State = Literal["held", "failed", "left out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a precision's way. `told` is what was found, or why it failed; `log` the end of the logs then."""
+
+    name: str
+    state: State
+    seconds: float
+    told: str
+    log: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Measured speed at a number of requests in flight, and the plan's; None where nothing is predicted."""
+
+    concurrency: int
+    tokens_per_s: float
+    ttft_ms: float
+    predicted_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One precision of the model."""
+
+    dtype: str
+    target: str
+    steps: tuple[Step, ...]
+    speeds: tuple[Speed, ...] = ()
+
+    @property
+    def held(self) -> bool:
+        return all(step.state != "failed" for step in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """A whole report.
+
+    machine  what the figures depend on: system, processor, GPU, driver, versions
+    refused  precisions that this GPU or runtime does not run, and why
+    """
+
+    version: str
+    date: str
+    machine: Mapping[str, str]
+    model: str
+    runtime: str
+    lanes: tuple[Lane, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def held(self) -> bool:
+        return bool(self.lanes) and all(lane.held for lane in self.lanes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "held": self.held, **asdict(self)}

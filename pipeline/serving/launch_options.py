@@ -1,0 +1,132 @@
+"""Options for the start of a server and of its gateway, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtpipe.engines.backends.base import ServedBy
+from trtpipe.engines.errors import ArtefactRefused, UsageError
+from trtpipe.engines.passport import Passport, read_passport
+from trtpipe.pipeline.gateway import access
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.serving.repositories import find_repository, served_by
+from trtpipe.pipeline.serving.servers import Served
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.triton_repo.launch import ENGINE_MODEL
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+FRONTS = ("triton", "native")
+SHM_SIZE = "2g"
+# A number of bytes as Docker takes it.
+SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmgt]?b?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options for the start of a server.
+
+    front                triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`)
+    server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
+    host                 address to listen on
+    http, grpc, metrics  ports; 0 takes a free one
+    openai               port of the OpenAI-compatible gateway; None starts none
+    gateway_workers      number of the gateway's processes
+    api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
+    tls_cert, tls_key    the gateway's certificate and key, PEM files
+    model_names          names of the only target's model at the gateway; the target's name if left out
+    cors_origins         origins whose pages may call the gateway from a browser
+    gpus                 indices of the GPUs a container gets; None for all
+    shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
+    engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    allow_model_code     whether code of unknown templates may run
+    """
+
+    front: str = "triton"
+    server: str = "auto"
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    openai: int | None = None
+    gateway_workers: int = 1
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    model_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    gpus: tuple[int, ...] | None = None
+    shm_size: str | None = None
+    engine_python: str = sys.executable
+    allow_model_code: bool = False
+
+
+def check_container_options(options: LaunchOptions, kind: str) -> None:
+    """Raises UsageError for a shared memory that is no size, and for options of a container where there is none."""
+    if options.shm_size is not None and not SIZE.fullmatch(options.shm_size):
+        raise UsageError(f"--shm-size {options.shm_size} is not a size", remedy="give for example 512m or 2g")
+    for option, value in (("--shm-size", options.shm_size), ("--gpus", options.gpus)):
+        if kind == "local" and value is not None:
+            raise UsageError(
+                f"{option} is for a container, and this server runs without one", remedy=f"leave {option} out"
+            )
+
+
+def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: bool) -> str | None:
+    """A warning where other machines reach a server that asks for no key; None on loopback.
+
+    keyed  whether the gateway asks for one
+    """
+    if options.host == "localhost" or options.host.startswith("127."):
+        return None
+    triton = "its port" if options.front == "native" else "HTTP, gRPC and metrics"
+    ports = triton + ("" if keyed or gateway is None else ", and the gateway")
+    advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
+    return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
+
+
+def gateway_options(
+    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
+) -> GatewayOptions:
+    """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
+    chosen = GatewayOptions(
+        models=tuple(_gateway_model(one, passport) for one, passport in zip(served, passports, strict=True)),
+        # A server that listens on all addresses is reached on loopback.
+        grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
+        host=options.host,
+        port=port,
+        workers=options.gateway_workers,
+        api_keys_file=options.api_keys_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        cors_origins=options.cors_origins,
+    )
+    access.check(chosen)
+    return chosen
+
+
+def _gateway_model(served: Served, passport: Passport) -> ServedModel:
+    return ServedModel(
+        name=served.model_names[0],
+        aliases=served.model_names[1:],
+        tokenizer=served.tokenizer,
+        triton_model=served.model(ENGINE_MODEL),
+        max_input_len=passport.build_config["max_input_len"],
+        max_seq_len=passport.build_config["max_seq_len"],
+    )
+
+
+def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
+    """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
+    found, repository = find_repository(target)
+    passport = read_passport(repository / ENGINE_FOLDER)
+    if served_by(passport) is ServedBy.LLM_API:
+        raise ArtefactRefused(
+            f"a gateway cannot serve an engine of {passport.runtime}",
+            why="its models take text, and the gateway sends tokens",
+            remedy="ask Triton itself, or build with --runtime tensorrt_llm",
+        )
+    return _gateway_model(Served(name=found, repository=repository, names=names), passport)

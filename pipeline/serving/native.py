@@ -1,0 +1,128 @@
+"""A runtime's own OpenAI-compatible server in place of Triton: started, tried with one request, recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import NativeServer
+from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.passport import Passport
+from trtpipe.engines.process import python_command
+from trtpipe.pipeline.execution.diagnosis import explain
+from trtpipe.pipeline.execution.executors import DockerExecutor
+from trtpipe.pipeline.gateway import access
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.launch_options import SHM_SIZE
+from trtpipe.pipeline.serving.openai_client import post
+from trtpipe.pipeline.serving.servers import Served, Server, remember
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.serving.launch_options import LaunchOptions
+    from trtpipe.pipeline.serving.serve import Show
+
+
+def launch(
+    served: Served, passport: Passport, store: Store, log: Path, options: LaunchOptions, show: Show
+) -> tuple[Server, subprocess.Popen[bytes]]:
+    """Start the runtime's own server on the engine of a repository; return when it has answered a request.
+
+    Raises UsageError for a runtime without one and for an option of the gateway, HostError (port taken, no Docker), or
+    StageFailed with the server's own reason.
+    """
+    port = _port(options)
+    # The first name is the name of a folder too.
+    if any("/" in name or name in (".", "..") for name in served.model_names):
+        raise UsageError("a name of --served-model-name holds a /", remedy="give one without")
+    folder = store.home / "servers" / served.name / "native"
+    engine = folder / served.model_names[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    for link in folder.iterdir():
+        link.unlink()
+    engine.symlink_to((served.repository / ENGINE_FOLDER).resolve())
+    spec = load_backend(passport.runtime).native_server(
+        engine,
+        served.tokenizer.resolve(),
+        host=options.host,
+        port=port,
+        names=served.model_names,
+        on_cpu=passport.gpu == "cpu",
+    )
+    image = passport.image
+    if spec.in_image:
+        assert image is not None
+        DockerExecutor(image).require()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = _start(spec, image, served, folder, log, options)
+    endpoints = Endpoints(host=options.host, http=port, grpc=0, metrics=port)
+    # A server that listens on all addresses is reached on loopback.
+    url = endpoints.http_url.replace("0.0.0.0", "127.0.0.1")
+    try:
+        tritonserver.wait_ready(
+            process, f"{url}/health", log, lambda: show(f"starting {spec.name}", ""), program=spec.name
+        )
+        show(f"asking {served.name} for an answer", "")
+        post(url, "/v1/completions", {"model": served.model_names[0], "prompt": "Hello", "max_tokens": 1})
+        server = Server(
+            name=served.name,
+            pid=process.pid,
+            served=(served,),
+            log=log,
+            endpoints=endpoints,
+            gateway_url=url,
+            native=spec.program,
+        )
+        remember(store, server)
+    except BaseException as error:
+        tritonserver.end(process.pid, spec.program)
+        if isinstance(error, StageFailed):
+            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+        raise
+    return server, process
+
+
+def _port(options: LaunchOptions) -> int:
+    """The port to listen on. Raises UsageError for an option of the gateway, HostError for a port in use."""
+    of_gateway = {
+        "--no-openai": options.openai is None,
+        "--api-keys-file or TRTPIPE_API_KEYS": bool(access.read_keys(options.api_keys_file)),
+        "--tls-cert": options.tls_cert is not None,
+        "--tls-key": options.tls_key is not None,
+        "--cors-origin": bool(options.cors_origins),
+        "--gateway-workers": options.gateway_workers != 1,
+    }
+    for option, given in of_gateway.items():
+        if given:
+            raise UsageError(
+                f"{option} is for the gateway",
+                why="with --front native the runtime's own server stands alone",
+                remedy="leave it out, or serve with --front triton",
+            )
+    assert options.openai is not None
+    return tritonserver.free_ports(options.host, openai=options.openai)["openai"]
+
+
+def _start(
+    spec: NativeServer, image: str | None, served: Served, folder: Path, log: Path, options: LaunchOptions
+) -> subprocess.Popen[bytes]:
+    if spec.in_image:
+        assert image is not None
+        reads = [served.repository.resolve()]
+        return tritonserver.spawn_in_docker(
+            image,
+            (spec.program, *spec.command),
+            reads,
+            folder,
+            log,
+            gpus=options.gpus,
+            shm_size=options.shm_size or SHM_SIZE,
+        )
+    path = f"{Path(options.engine_python).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}"
+    command = [*python_command(spec.program, options.engine_python, outlives=True), *spec.command]
+    return tritonserver.spawn(command, {**spec.environment, "PATH": path}, folder, log)

@@ -1,0 +1,77 @@
+"""Client of an OpenAI-compatible server: the events of a streamed answer, and a whole answer."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.json_input import parse_json
+
+# Longest silence of a server between two pieces of text.
+SILENCE_SECONDS = 120.0
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that is not streamed. Raises as `events`."""
+    import httpx
+
+    try:
+        with _client() as client:
+            reply = client.post(f"{url}{path}", json=body)
+        answer = parse_json(reply.content)
+        if reply.status_code != 200:
+            raise _refused(url, answer)
+        return dict(answer)
+    except httpx.HTTPError as error:
+        raise _gone(url, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StageFailed(f"an answer of {url} cannot be read", why=str(error)) from None
+
+
+def events(url: str, path: str, body: dict[str, Any], key: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the server-sent events of an answer as they arrive. Closing the iterator ends the request.
+
+    Raises HostError when the server cannot be reached or goes away, UsageError where it asks for a key, StageFailed for
+    what it refuses.
+    """
+    import httpx
+
+    try:
+        with (
+            _client() as client,
+            client.stream(
+                "POST", f"{url}{path}", json={**body, "stream": True},
+                headers={"authorization": f"Bearer {key}"} if key else {},
+            ) as reply,
+        ):  # fmt: skip
+            if reply.status_code == 401:
+                raise UsageError("the gateway asks for a key", remedy="give it in TRTPIPE_API_KEY")
+            if reply.status_code != 200:
+                raise _refused(url, parse_json(reply.read()))
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    event = parse_json(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _refused(url, event)
+                    yield event
+    except httpx.HTTPError as error:
+        raise _gone(url, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StageFailed(f"an answer of {url} cannot be read", why=str(error)) from None
+
+
+def _client() -> Any:
+    import httpx
+
+    # A proxy of the environment is not for a server of this machine.
+    return httpx.Client(timeout=SILENCE_SECONDS, trust_env=False, verify=ssl.create_default_context())
+
+
+def _gone(url: str, error: Exception) -> HostError:
+    return HostError(f"{url} does not answer", why=str(error) or type(error).__name__, remedy="see `trtpipe ps`")
+
+
+def _refused(url: str, body: dict[str, Any]) -> StageFailed:
+    return StageFailed(f"{url} refused the request", why=str(body["error"]["message"]))

@@ -1,0 +1,98 @@
+"""What a server can serve: a model repository is found by its target, its engine is judged, a server is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
+from trtpipe.engines.errors import ArtefactRefused, UsageError, suggestion
+from trtpipe.engines.passport import Passport, read_passport
+from trtpipe.pipeline import compatibility
+from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+SERVERS = ("auto", "local", "docker")
+
+
+def find_repository(target: str | None) -> tuple[str, Path]:
+    """(name, folder) of the repository to serve: a target of ./runs, a folder, or the newest run. Raises UsageError."""
+    if target is None:
+        runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
+        if not runs:
+            raise UsageError(
+                "there is nothing to serve in ./runs", remedy="run `trtpipe build --recipe smollm2-cpu` first"
+            )
+        target = runs[-1].parent.name
+    run = find_run(target)
+    if run is not None:
+        return run.path.name, run.linked("repository")
+    folder = Path(target)
+    if (folder / "repository").is_dir():
+        return folder.resolve().name, (folder / "repository").resolve()
+    if (folder / "tensorrt_llm" / "config.pbtxt").is_file():
+        return folder.resolve().name, folder.resolve()
+    raise UsageError(
+        f"'{target}' is neither a target in ./runs nor a model repository",
+        remedy=SEE_TARGETS,
+    )
+
+
+def imports(target: str, repository: Path) -> tuple[str, ...]:
+    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
+    run = RunFolder.of(target)
+    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
+    return tuple(run.imports()) if own else ()
+
+
+def check_passport(repository: Path) -> Passport:
+    """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
+    passport = read_passport(repository / ENGINE_FOLDER)
+    compatibility.examine(passport).require(repository / ENGINE_FOLDER)
+    return passport
+
+
+def served_by(passport: Passport) -> ServedBy:
+    return load_backend(passport.runtime).SERVED_BY
+
+
+def choose_server(asked: str, passport: Passport) -> str:
+    """The server that runs the engine: local or docker. Raises UsageError for an unknown one, ArtefactRefused for one
+    that cannot run it."""
+    usual = "local" if served_by(passport) is ServedBy.ENGINE_PROCESS else "docker"
+    if asked not in SERVERS:
+        raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
+    if asked == "docker" and usual == "local":
+        raise ArtefactRefused(
+            f"this engine is for the {passport.runtime} runtime",
+            why="NVIDIA's image does not hold it",
+            remedy="serve it with --server local",
+        )
+    if asked == "local" and usual == "docker":
+        raise ArtefactRefused(
+            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
+            why="the tritonserver of this environment runs reference and vllm engines",
+            remedy=f"serve it with --server docker, from {passport.image}",
+        )
+    return usual
+
+
+def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
+    """Refuse targets that one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
+    if len(set(names)) < len(names):
+        raise UsageError("a target is named twice", remedy="name each once")
+    first = passports[0]
+    for name, passport in zip(names, passports, strict=True):
+        if (passport.runtime, passport.image) != (first.runtime, first.image):
+            raise ArtefactRefused(
+                f"{name} is for {passport.runtime} {passport.image or ''}".rstrip(),
+                why=f"{names[0]} is for {first.runtime} {first.image or ''}".rstrip() + ", and a server is of one kind",
+                remedy="serve them by two commands, on ports of their own",
+            )
+        if len(names) > 1 and served_by(passport) is ServedBy.TENSORRTLLM and passport.world_size > 1:
+            raise ArtefactRefused(
+                f"{name} is an engine of {passport.world_size} ranks",
+                why="its ranks are servers of their own, which would load the other models as well",
+                remedy="serve it alone",
+            )
