@@ -335,6 +335,13 @@ def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any], given
     prefix = group + "."
     data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
     labels = list(dict.fromkeys(label for name, (_, label) in given.items() if name.startswith(prefix)))
+    for label in labels if len(labels) > 1 else []:  # a value that is wrong by itself is a mistake of its layer alone
+        own = {
+            name[len(prefix) :]: value
+            for name, (value, one) in given.items()
+            if one == label and name.startswith(prefix)
+        }
+        read.build(cls, own, f"{label}: {group}", _error(label))
     return read.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
 
 

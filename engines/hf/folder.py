@@ -110,8 +110,11 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
 
 def require_tokenizer(folder: Path) -> None:
     """Raise InputDataError unless the folder has the fast tokenizer that serving loads."""
-    if not (folder / TOKENIZER_FILES[0]).is_file():
+    file = folder / TOKENIZER_FILES[0]
+    if not file.is_file():
         raise no_tokenizer(str(folder))
+    if file.stat().st_size == 0:
+        raise InputDataError(f"{file} is empty", remedy="copy the model's tokenizer again")
 
 
 def no_tokenizer(where: str) -> InputDataError:

@@ -53,7 +53,8 @@ class BenchArguments(TypedDict, total=False):
     """What to measure: the options of `trtpipe bench`. One that is None counts as left out.
 
     server            name of a running server; the only one if left out
-    protocol          protocols, one after the other: grpc, http, completions, chat; "grpc,http"
+    protocol          protocols, one after the other: grpc, http, completions, chat; "grpc,http" if left out, "chat"
+                      where only openai_url is given, "completions" for a runtime's own server
     model             Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm
     grpc_url, http_url, openai_url  addresses of a server that trtpipe did not start
     openai_model, tokenizer, metrics_url  its model's name, its tokenizer.json, the address of its metrics
@@ -124,7 +125,7 @@ class BenchArguments(TypedDict, total=False):
 
 # What counts where an argument is left out.
 DEFAULTS: BenchArguments = {
-    "protocol": "grpc,http", "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
+    "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
     "connections": 1, "workers": 1, "hosts": 0, "ray": "auto", "seed": 0, "timeout": 300.0, "token_timeout": 60.0,
 }  # fmt: skip
 
@@ -218,7 +219,8 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     given = {name: value for name, value in arguments.items() if value is not None}
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
-    if ask.connections > 1 and "grpc" not in ask.protocol.split(","):
+    protocol = ask.protocol or ("chat" if ask.openai_url and not (ask.grpc_url or ask.http_url) else "grpc,http")
+    if ask.connections > 1 and "grpc" not in protocol.split(","):
         raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
     if ask.connections > 1 and ask.transport == "tritonclient":
         raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
@@ -241,7 +243,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     with _in_flags():
         # Before a server is looked for: a mistake in an option needs none.
         options = BenchOptions(
-            targets=_targets(ask.protocol, dict.fromkeys(urls, ""), ask.model, "", None),
+            targets=_targets(protocol, dict.fromkeys(urls, ""), ask.model, "", None),
             tokenizer=ask.tokenizer or Path(),
             loads=load_points,
             work=work,
@@ -266,11 +268,12 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     if not any(urls.values()):
         found, served = _served(ask.server, target)
         urls = _urls(found)
+        protocol = "completions" if found.native and not ask.protocol else protocol
         tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
         model, openai_model = served.model(model), openai_model or served.model_names[0]
         metrics_url = found.endpoints.metrics_url
         _require_room(options.work, served)
-    targets = _targets(ask.protocol, urls, model, openai_model or model, metrics_url)
+    targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
     options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
     return options, served
 
@@ -405,7 +408,7 @@ def _require_room(work: Work, served: Served) -> None:
             raise UsageError(
                 f"{what} of {length:,.0f} tokens are more than {served.name} takes",
                 why=f"its {limit} is {build[limit]:,}",
-                remedy=f"ask for fewer, or build with --set build.{limit}={length:.0f}",
+                remedy=f"ask for fewer; where the model takes them, build with a larger --set build.{limit}",
             )
 
 

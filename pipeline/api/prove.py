@@ -75,6 +75,9 @@ def prove(
         except UsageError as error:
             refused[name] = str(error)
     if not specs:
+        reasons = list(dict.fromkeys(refused.values()))
+        if len(reasons) == 1:
+            raise UsageError(reasons[0])
         raise UsageError("no precision is left to prove", why="; ".join(f"{k}: {v}" for k, v in refused.items()))
     lanes = []
     for name, spec in specs.items():

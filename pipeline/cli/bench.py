@@ -27,7 +27,9 @@ def bench(
     context: typer.Context,
     server: Annotated[str | None, _server("Name of a running server; the only one if left out.")] = None,
     target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
-    protocol: Annotated[str, _server("Protocols, one after the other: grpc, http, completions, chat.")] = "grpc,http",
+    protocol: Annotated[
+        str | None, _server("Protocols, one after the other: grpc, http, completions, chat; those of the server.")
+    ] = None,
     model: Annotated[str, _server("Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
     grpc_url: Annotated[str | None, _server("URL of an external Triton server: host:8001.")] = None,
     http_url: Annotated[str | None, _server("URL of an external Triton server: http://host:8000.")] = None,

@@ -91,5 +91,5 @@ def first_steps(server: Server) -> list[str]:
             f"-d {shlex.quote(json.dumps(body))}"
         )
     if server.native:
-        steps.append("trtpipe bench --protocol completions")
+        steps.append("trtpipe bench")
     return steps

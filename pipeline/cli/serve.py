@@ -161,7 +161,20 @@ def gateway(
         linger_s=linger, drain_s=drain,
     )  # fmt: skip
     access.check(options)
+    if not _answers(triton):
+        console.note(f"nothing answers at {triton} yet: requests fail until a Triton does; --triton names another")
     supervisor.serve(options, ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"))
+
+
+def _answers(address: str) -> bool:
+    import socket
+
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def ps(as_json: Json = False) -> None:

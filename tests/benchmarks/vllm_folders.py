@@ -37,7 +37,8 @@ VOCABULARY, PROMPT, NEW = 1024, 192, 32
 SECONDS = 240
 # What vLLM logs about a folder that it does not take as it is.
 TROUBLE = re.compile(
-    r"missing|unexpected|not found in(?! site-packages)|skip(?:ped|ping) loading|Unknown kv|scaling factor", re.IGNORECASE
+    r"missing|unexpected|not found in(?! site-packages)|skip(?:ped|ping) loading|Unknown kv|scaling factor",
+    re.IGNORECASE,
 )
 
 

@@ -221,7 +221,7 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
         return {}
     whole = isinstance(value, dict) and (path.name != FILES[0] or isinstance(value.get("model"), dict))
     if not whole:
-        told = "has no model" if isinstance(value, dict) else f"holds a {type(value).__name__}, not a mapping"
+        told = "has no model" if isinstance(value, dict) else "is no JSON object"
         report.error("tokenizer-damaged", path, told, why="the tokenizer is not in it", remedy=remedy)
     return value if whole else {}
 
