@@ -408,7 +408,7 @@ def _require_room(work: Work, served: Served) -> None:
             raise UsageError(
                 f"{what} of {length:,.0f} tokens are more than {served.name} takes",
                 why=f"its {limit} is {build[limit]:,}",
-                remedy=f"ask for fewer; where the model takes them, build with a larger --set build.{limit}",
+                remedy=f"ask for fewer or, if the model takes them, build with --set build.{limit}={length:.0f}",
             )
 
 

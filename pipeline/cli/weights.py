@@ -143,7 +143,6 @@ def quantize(
     \b
     Examples:
       trtpipe quantize HF_DIR OUT_DIR --quant fp8 --kv-cache fp8
-      trtpipe quantize HF_DIR OUT_DIR --quant int4-awq --calib FILE.txt --samples 128
       trtpipe quantize HF_DIR OUT_DIR --quant int8-sq --format compressed-tensors
     """
     from trtpipe.configs import facts

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.process, pytest.mark.loopback]
 
 # Answers as vLLM does, and writes down what it was started with and asked for.
 SERVER = """#!/bin/sh
+[ "$1" = -I ] && echo 0.32.0 && exit  # the version of vLLM that is installed
 exec {python} {program} "$@"
 """
 PROGRAM = """

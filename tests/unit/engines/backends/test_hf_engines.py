@@ -244,12 +244,11 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
         (
             {"runtime": "vllm", "gpu": "cpu", "dtype": "fp8"},
             "vLLM does not execute FP8 on a CPU: it has kernels for it on GPUs alone; use --runtime reference, or "
-            "--dtype bf16 or fp8-pc-pt",
+            "--dtype bf16, fp8-pc-pt or int8-pc-pt",
         ),
         (
             {"runtime": "vllm", "gpu": "cpu", "dtype": "int8"},
-            "vLLM does not read W8A8_SQ_PER_CHANNEL from ModelOpt's folders: of its quantized weights it takes FP8; "
-            "use --runtime reference, or --dtype bf16",
+            "vLLM does not execute W8A8_SQ_PER_CHANNEL on a CPU: it has kernels for it on GPUs alone",
         ),
         (
             {"runtime": "vllm", "gpu": "cpu", "kv_cache": "fp8"},
