@@ -109,12 +109,15 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise InputDataError unless the folder has the fast tokenizer that serving loads."""
+    """Raise InputDataError unless the folder has the fast tokenizer that serving loads, and sound settings."""
     file = folder / TOKENIZER_FILES[0]
     if not file.is_file():
         raise no_tokenizer(str(folder))
     if file.stat().st_size == 0:
         raise InputDataError(f"{file} is empty", remedy="copy the model's tokenizer again")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name, "settings file")
 
 
 def no_tokenizer(where: str) -> InputDataError:
