@@ -25,6 +25,7 @@ def states(proof: Proof, dtype: str) -> list[tuple[str, str]]:
     return [(step.name, step.state) for lane in proof.lanes if lane.dtype == dtype for step in lane.steps]
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_precision_holds_when_its_server_answers_as_the_reference_runtime(model: str, in_folder: Path) -> None:
     proof = trtpipe.prove(model, gpu="cpu", runtime="reference", dtype=["fp32", "int8-wo"], set=SIZES)
