@@ -17,12 +17,14 @@ class Piece:
 
     def elements(self, shape: tuple[int, ...]) -> int:
         """Number of elements in this piece's rows of a tensor of that shape, over all columns."""
-        return (self.rows[1] - self.rows[0]) * (shape[1] if len(shape) > 1 else 1)
+        return (self.rows[1] - self.rows[0]) * (shape[-1] if len(shape) > 1 else 1)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros.
+
+    A tensor of experts, [experts, out, in], is a stack of their rows.
 
     dtype  safetensors type; None for the checkpoint's type
     """

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trtpipe.engines.base import Mapping as Ranks
+from trtpipe.engines.checkpoint.experts import expert_shapes, plan_experts
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import Family
@@ -116,13 +118,15 @@ class Llama(Family):
             out[f"{name}.weight"] = (rows, cols)
             if model.attn_bias:
                 out[f"{name}.bias"] = (rows,)
+        if model.experts is not None:
+            return out | expert_shapes(model.experts, hidden, names)
         out[f"{names.gate}.weight"] = (ffn, hidden)
         out[f"{names.up}.weight"] = (ffn, hidden)
         out[f"{names.down}.weight"] = (hidden, ffn)
         return out
 
-    def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
-        names, hidden, ffn = self.names, model.hidden_size, model.intermediate_size
+    def plan_layer(self, model: Geometry, mapping: Ranks, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+        names, hidden, ffn, tp = self.names, model.hidden_size, model.intermediate_size, mapping.tp_size
         q_rows = share(model.num_attention_heads * model.head_size, tp, tp_rank)
         kv_rows = kv_head_rows(model, tp, tp_rank)
         ffn_rows = share(ffn, tp, tp_rank)
@@ -145,6 +149,9 @@ class Llama(Family):
             # The bias of a row-parallel linear is whole on every rank and added once after the all-reduce.
             yield TensorPlan(ours + "attention.dense.bias", (hidden,), (Piece(f"{theirs}{names.o}.bias", (0, hidden)),))
         yield TensorPlan(ours + "post_layernorm.weight", (hidden,), weight(names.post_norm, (0, hidden)))
+        if model.experts is not None:
+            yield from plan_experts(model.experts, hidden, names, mapping, tp_rank, ours, theirs)
+            return
         # TensorRT-LLM computes act(fc(x)) * gate(x): its fc is gate_proj, its gate is up_proj.
         yield TensorPlan(ours + "mlp.fc.weight", (ffn // tp, hidden), weight(names.gate, ffn_rows))
         yield TensorPlan(ours + "mlp.gate.weight", (ffn // tp, hidden), weight(names.up, ffn_rows))
