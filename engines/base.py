@@ -69,6 +69,11 @@ class Mapping:
             )
         return cls(tp_size=tp, pp_size=pp, moe_ep_size=tp // moe_tp)
 
+    def describe(self) -> str:
+        """In words: `tp 2 and pp 1`."""
+        experts = f", with {self.moe_ep_size} groups of experts" if self.moe_ep_size > 1 else ""
+        return f"tp {self.tp_size} and pp {self.pp_size}{experts}"
+
     @property
     def moe_tp_size(self) -> int:
         return self.tp_size // self.moe_ep_size

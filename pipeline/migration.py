@@ -123,6 +123,8 @@ def _from_engine(deployment: Deployment, runtime: str, asked: set[str]) -> dict[
     """GPU, precision, ranks and release of the engine, where they are known and not asked for otherwise."""
     engine, mapping = deployment.engine, deployment.mapping
     out: dict[str, Any] = {"tp": mapping.tp_size, "pp": mapping.pp_size}
+    if mapping.moe_ep_size > 1:
+        out["moe_ep"] = mapping.moe_ep_size
     if engine.passport is not None and "gpu" not in asked:
         out["gpu"] = engine.passport.gpu
     if "dtype" not in asked:

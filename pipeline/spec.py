@@ -43,6 +43,8 @@ SCALARS = (
     "executor",
     "tp",
     "pp",
+    "moe_tp",
+    "moe_ep",
     "load",
     "accept_accuracy",
 )
@@ -106,12 +108,16 @@ class BuildSpec:
 
     @property
     def target(self) -> str:
-        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp
-        and pp above 1, another runtime or toolchain."""
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp,
+        pp and ep (groups of experts) above 1, another runtime or toolchain."""
         parts = [self.model.name, self.gpu.name, self.precision.name]
         parts += [
-            f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
-        ]
+            f"{name}{size}"
+            for name, size in (
+                ("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size), ("ep", self.mapping.moe_ep_size),
+            )
+            if size > 1
+        ]  # fmt: skip
         parts += [self.runtime] if self.runtime != self.usual_runtime else []
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
@@ -237,7 +243,7 @@ def resolve(
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
-    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
+    mapping = _mapping(chosen)
     target = Target(
         gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
         dtype=precision.dtype,
@@ -267,6 +273,7 @@ def resolve(
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
+        *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if quantization.calibrated and not precision.stored:
@@ -374,6 +381,11 @@ def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
     return value
+
+
+def _mapping(chosen: dict[str, tuple[Any, str]]) -> Mapping:
+    moe = (_count(chosen, name) if name in chosen else None for name in ("moe_tp", "moe_ep"))
+    return Mapping.of(_count(chosen, "tp"), _count(chosen, "pp"), *moe)
 
 
 def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:

@@ -339,7 +339,7 @@ def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
 def test_an_unexpected_tensor_is_named_with_its_file(tmp_path: Path, name: str) -> None:
     source = rewritten(hf_folder(tmp_path / "hf"), lambda t: t.update({name: np.zeros(32, dtype=np.uint16)}))
     assert refusal(source, tmp_path / "out") == (
-        f"tensor '{name}' in {source / 'model.safetensors'} has no place in a dense Llama: "
+        f"tensor '{name}' in {source / 'model.safetensors'} has no place in a LlamaForCausalLM: "
         "converting without it would change the model"
     )
 

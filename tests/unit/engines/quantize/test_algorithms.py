@@ -108,7 +108,7 @@ def test_it_is_stored_and_computed(
     opened = open_model(out, torch.device("cpu"))
     assert opened.config.quantization.quant_algo is shift
     x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).unsqueeze(0)
-    first, _ = opened.layer(1)[0].branches(x)
+    first, _ = opened.layer(1)[0].mlp.branches(x)
     assert torch.allclose(first.float(), x.float() @ (codes * power[:, None]).T, rtol=0.02, atol=0.02)
 
 

@@ -72,7 +72,7 @@ class Case:
     """A model of transformers and how it is converted.
 
     config      changes to SIZES
-    family      Llama or Mistral
+    family      Llama, Mistral or Mixtral
     stored      element type of the Hugging Face folder
     shard_size  of its files; small ones make several and an index
     spelling    of its rotary settings: transformers' major version
@@ -85,6 +85,7 @@ class Case:
     spelling: int = 5
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     embedding: EmbeddingSharding = EmbeddingSharding.NONE
 
 
@@ -114,6 +115,10 @@ CASES: dict[str, Case] = {
         family="Mistral", config={**NARROW, "sliding_window": None}, tp=4, pp=2
     ),
     "mistral, a window no sequence fills": Case(family="Mistral", config={"sliding_window": LIMIT}),
+    "mixtral": Case(family="Mixtral"),
+    "mixtral, tp 2": Case(family="Mixtral", tp=2),
+    "mixtral, groups of experts": Case(family="Mixtral", tp=4, ep=2, pp=2, shard_size="10KB"),
+    "mixtral, whole experts": Case(family="Mixtral", tp=4, ep=4, stored=torch.bfloat16),
     "biases, more ranks than kv heads": Case(config={"attention_bias": True}, tp=4),
     "biases, narrow heads, stages": Case(config={"attention_bias": True, **NARROW}, tp=2, pp=2),
     "tied, tp 4": Case(config={"tie_word_embeddings": True}, tp=4),
@@ -146,9 +151,13 @@ Families = dict[str, tuple[Any, Any]]
 @pytest.fixture(scope="module")
 def families() -> Families:
     # Imported before the guard of a single test is up: a dependency of transformers runs lscpu on import.
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    import transformers as hf
 
-    return {"Llama": (LlamaConfig, LlamaForCausalLM), "Mistral": (MistralConfig, MistralForCausalLM)}
+    return {
+        "Llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "Mistral": (hf.MistralConfig, hf.MistralForCausalLM),
+        "Mixtral": (hf.MixtralConfig, hf.MixtralForCausalLM),
+    }
 
 
 def model_of(case: Case, families: Families, **changes: Any) -> Any:
@@ -179,7 +188,7 @@ def save(model: Any, case: Case, folder: Path) -> None:
 
 def engine(case: Case, source: Path, out: Path) -> Path:
     out.mkdir()
-    mapping = Mapping(tp_size=case.tp, pp_size=case.pp)
+    mapping = Mapping(tp_size=case.tp, pp_size=case.pp, moe_ep_size=case.ep)
     convert(source, out, dtype=DataType.FLOAT32, mapping=mapping, embedding=case.embedding)
     path = out / "config.json"
     content = {"version": "test", "pretrained_config": json.loads(path.read_text()), "build_config": BUILD}
