@@ -27,6 +27,9 @@ class Mlp(ABC):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         """Second step, with what `encode` made of an input of type `dtype`."""
 
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(self.encode(x), x.dtype)
+
 
 class Branches(ABC):
     """Two linears of one input: [T, in] -> two outputs [T, out]. It has two steps, like `Linear`."""
