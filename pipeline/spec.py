@@ -14,7 +14,7 @@ from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target
+from trtpipe.engines.backends.base import Target, checkpoint_form
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
@@ -122,11 +122,17 @@ class BuildSpec:
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
 
+    @property
+    def form(self) -> str:
+        """The checkpoint format that the runtime is given; that of a model which came quantized is left as it is."""
+        stored, algo = self.precision.stored, self.quantization.quant_algo
+        return load_backend(self.runtime).FORM if stored else checkpoint_form(self.runtime, algo)
+
     def judge(self, model: ModelConfig) -> None:
         """Raises UsageError for what `model`, the config of the spec's model, makes impossible. It costs nothing."""
         judge(
             model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
-            in_memory=not load_backend(self.runtime).ANYWHERE,
+            form=self.form, in_memory=not load_backend(self.runtime).ANYWHERE,
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
@@ -219,12 +225,13 @@ def resolve(
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     recipes = facts.load_quant_recipes()
+    shape = None if recorded else _shape(model_name, required="load" in chosen)
+    experts = shape is not None and shape.experts is not None
     if model.stored is None:
-        precision = resolve_precision(requested, gpu, recipes, cache, group_size)
+        precision = resolve_precision(requested, gpu, recipes, cache, group_size, experts=experts)
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
-    shape = None if recorded else _shape(model_name, required="load" in chosen)
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
@@ -291,6 +298,8 @@ def resolve(
     plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
     if runtime != of_gpu.runtime:
         plain["runtime"] = runtime  # on another machine the family is not known again
+    if experts and requested == "auto":
+        plain["dtype"] = precision.recipe.name if precision.recipe else precision.name  # likewise
     grouped: dict[str, Any] = {}
     for value in values:
         group, dot, name = value.name.partition(".")

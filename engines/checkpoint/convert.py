@@ -147,9 +147,7 @@ def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[P
     return out
 
 
-def _create(
-    path: Path, plans: list[TensorPlan], dtype: str, shares: dict[str, list[_Share]], stack: ExitStack
-) -> int:
+def _create(path: Path, plans: list[TensorPlan], dtype: str, shares: dict[str, list[_Share]], stack: ExitStack) -> int:
     """Create a file with its header and add its pieces to `shares`; return the bytes of its tensors.
 
     Wider types come first, so that each tensor is aligned. Padding is not written: a new file reads as zeros where

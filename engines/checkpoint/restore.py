@@ -138,7 +138,9 @@ def _restored_types(pieces: Sequence[_Held], dtype: str) -> dict[str, str]:
     out = {}
     for held in pieces:
         stored = held.file.tensors[held.plan.name].dtype
-        exact = stored == dtype or np.array_equal(Caster(dtype, stored).cast(_cast(held, dtype).reshape(-1)), _flat(held))
+        exact = stored == dtype or np.array_equal(
+            Caster(dtype, stored).cast(_cast(held, dtype).reshape(-1)), _flat(held)
+        )
         out[held.piece.source] = dtype if exact else stored
     return out
 

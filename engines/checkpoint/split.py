@@ -7,7 +7,7 @@ from dataclasses import replace
 from trtpipe.engines.base import Mapping, divisors
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
-from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # Weight-only kernels work on tiles of this many rows and columns.
 KERNEL_MULTIPLE = 64
@@ -45,6 +45,20 @@ def check_mapping(
             f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
             remedy=f"use at most --pp {model.num_hidden_layers}",
         )
+
+
+def check_expert_format(model: Geometry, quantization: Quantization, form: str) -> None:
+    """Raises UsageError for a quantization in which no runtime computes experts from the checkpoint format `form`."""
+    algo = quantization.quant_algo
+    if model.experts is None or algo is None or form in algo.row.expert_formats:
+        return
+    works = ", ".join(one.value for one in QuantAlgo if form in one.row.expert_formats)
+    others = [other for other in algo.row.expert_formats if other != form]
+    raise UsageError(
+        f"experts are not quantized with {algo.value} in the format {form}",
+        why="no runtime computes them so",
+        remedy=f"choose one of {works}{f', or --format {others[0]}' if others else ''}",
+    )
 
 
 def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
 from trtpipe.engines.errors import HostError, UsageError, suggestion
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
@@ -50,6 +50,7 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
             why=f"that format has no place for {algo.value}",
             remedy=f"use --format {' or '.join(algo.row.formats)}",
         )
+    check_expert_format(model, recipe.quantization, layout.form)
     if layout.form == "trtllm":
         check_mapping(model, layout.mapping, layout.embedding, recipe.quantization)
         return

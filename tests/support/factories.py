@@ -36,6 +36,13 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# What makes it a Mixtral.
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 # The same as it is read.
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

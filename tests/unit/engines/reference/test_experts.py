@@ -78,9 +78,7 @@ def test_prompts_one_after_another_with_a_shared_start(tiny: Tiny, tmp_path: Pat
     assert reused >= 4 * 5  # 40 tokens in blocks of 8, for all but the first prompt of either start
 
 
-@pytest.mark.parametrize(
-    ("normalize", "shares"), [(True, [0.731059, 0.268941]), (False, [0.665241, 0.244728])]
-)
+@pytest.mark.parametrize(("normalize", "shares"), [(True, [0.731059, 0.268941]), (False, [0.665241, 0.244728])])
 def test_shares_of_a_token(normalize: bool, shares: list[float]) -> None:
     # Scores 3, 2, 1 and -inf, almost: the softmax over all of them, or over the best two.
     router = torch.tensor([[1.0], [3.0], [-1e9], [2.0]])
