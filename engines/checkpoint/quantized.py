@@ -36,7 +36,9 @@ def quantized(plan: TensorPlan, quantization: Quantization) -> Iterator[TensorPl
     def encoded(
         suffix: str, dtype: str | None, shape: tuple[int, ...], cut: Iterable[tuple[Piece, tuple[int, int]]]
     ) -> TensorPlan:
-        parts = (Piece(piece.source.removesuffix("weight") + suffix, rows) for piece, rows in cut)
+        parts = (
+            Piece(piece.source.removesuffix("weight") + suffix, rows, stacked=len(shape) > 1) for piece, rows in cut
+        )
         return TensorPlan(name + suffix, shape, tuple(parts), dtype=dtype)
 
     def scalar(suffix: str) -> TensorPlan:

@@ -78,6 +78,11 @@ class SourceNames:
         return tuple(name for gate, up, _ in self.mlps for name in (gate, up))
 
     @functools.cached_property
+    def matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of linears of one input that engines join into one matrix: q, k and v; gate and up, of each expert."""
+        return self.attention_inputs, *((gate, up) for gate, up, _ in self.mlps)
+
+    @functools.cached_property
     def linears(self) -> tuple[str, ...]:
         """The linears of a layer, which are quantized; a router is not."""
         return *self.attention_inputs, self.o, *(name for mlp in self.mlps for name in mlp)

@@ -16,7 +16,7 @@ from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.families import families, family_of
+from trtpipe.engines.families import families, names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors, fp8_method
 from trtpipe.engines.hf.config_fields import ConfigFields
@@ -63,7 +63,7 @@ class Stored:
 
     def faults(self, model: ModelConfig, found: Mapping[str, LocatedTensor]) -> Iterator[str]:
         """Differences between the tensors `found` and those that the config implies."""
-        names, layout = family_of(model).names, _layout(METHODS[self.method].plan(model, self.quantization))
+        names, layout = names_of(model), _layout(METHODS[self.method].plan(model, self.quantization))
         scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
         # Without any scale of keys and values the runtimes use 1.
         if not scales & found.keys():
@@ -161,7 +161,11 @@ METHODS = {
         cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale"),
     ),
     COMPRESSED_TENSORS: _Method(
-        parse=_alone(lambda raw, where, names: compressed_tensors.parse(raw, where, names.head)),
+        parse=_alone(
+            lambda raw, where, names: compressed_tensors.parse(
+                raw, where, names.head, names.router if names.experts else ""
+            )
+        ),
         plan=compressed.plan,
         cache=_of_attention,
     ),
@@ -203,7 +207,8 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
 
 
 def _names(raw: dict[str, Any]) -> SourceNames:
-    """Names of the model's family; Llama's for a model of another, which is refused elsewhere."""
+    """Names of the model's family, as if it had one expert; Llama's for a model of another, which is refused
+    elsewhere."""
     named = raw.get("architectures")
     family = families().get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
-    return family.names if family else SourceNames()
+    return family.names.of_experts(1) if family else SourceNames()

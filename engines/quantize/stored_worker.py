@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
@@ -30,7 +30,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     source, out = Path(spec["source"]), Path(spec["out"])
     model, stored = read_model_config(source, quantized=True), read_stored(source)
     assert stored is not None
-    located, names = locate_tensors(source), family_of(model).names
+    located, names = locate_tensors(source), names_of(model)
     stored.check(source, model, located)
     dtype = stored.dtype
     tensors = MappedTensors(located, torch.device("cpu"))
@@ -44,7 +44,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
             rounded += count
             progress((index + 1) * total // model.num_hidden_layers, total)
         for name in writer.missing:
-            writer.write(name, tensors[name].to(TORCH_DTYPE[dtype]))
+            writer.write(name, tensors[name])
     write_json(Path(spec["notes"]), {"rounded": rounded})
 
 
@@ -55,8 +55,7 @@ def _layer(
     out: Tensors = {}
     rounded, algo = 0, stored.quantization.quant_algo
     # FP8 also runs fc and gate as one matrix.
-    both = (source.attention_inputs, source.mlp_inputs)
-    fused = both if algo is not None and algo.row.fp8_tensors else both[:1]
+    fused = source.matrices if algo is not None and algo.row.fp8_tensors else source.matrices[:1]
     groups = [*fused, *((name,) for name in source.linears if not any(name in group for group in fused))]
     if algo is not None:
         names = TENSORRT_LLM.names(algo)

@@ -174,10 +174,12 @@ def quantize(
         _log("quantize") as log,
         console_progress.working("quantize", str(hf_dir)) as progress,
     ):
-        job.quantize(
+        notices = job.quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
             device=device, batch_tokens=batch_tokens, log=log, progress=progress,
         )  # fmt: skip
+    for notice in notices:
+        console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "recipe": recipe.name, "format": form})
         return

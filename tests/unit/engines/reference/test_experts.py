@@ -15,7 +15,7 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.model_config import Experts
-from trtpipe.engines.reference.experts import Expert, ExpertMlp
+from trtpipe.engines.reference.experts import Expert, ExpertMlp, route
 from trtpipe.engines.reference.linear import Plain
 from trtpipe.engines.reference.runtime import Runtime
 
@@ -82,9 +82,8 @@ def test_prompts_one_after_another_with_a_shared_start(tiny: Tiny, tmp_path: Pat
 def test_shares_of_a_token(normalize: bool, shares: list[float]) -> None:
     # Scores 3, 2, 1 and -inf, almost: the softmax over all of them, or over the best two.
     router = torch.tensor([[1.0], [3.0], [-1e9], [2.0]])
-    held = [Expert(Plain(torch.zeros(2, 1)), Plain(torch.zeros(1, 1)))] * 4
-    mlp = ExpertMlp(Experts(count=4, top_k=2, normalize=normalize, intermediate_size=1), router, 0, held)
-    found, chosen = mlp.route(torch.ones(1, 1))
+    facts = Experts(count=4, top_k=2, normalize=normalize, intermediate_size=1)
+    found, chosen = route(torch.ones(1, 1), router, facts)
     assert chosen.tolist() == [[1, 3]]
     torch.testing.assert_close(found, torch.tensor([shares]), atol=1e-6, rtol=0)
 
