@@ -38,7 +38,8 @@ def make(architecture: str, folder: Path, **changes: Any) -> Any:
 
     torch.manual_seed(0)
     kind = getattr(transformers, architecture)
-    model = kind(kind.config_class(**{**SIZES, **FAMILIES[architecture], **changes})).eval()
+    config = kind.config_class(**{**SIZES, **FAMILIES[architecture], **changes})
+    model = kind(config).to(getattr(torch, str(changes.get("dtype", "float32")))).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:  # transformers starts them at 1, which would hide a lost one
