@@ -127,7 +127,7 @@ def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTen
     extra = sorted(n for n in located.keys() - wanted.keys() - tied_head if not n.endswith(DERIVED_SUFFIX))
     if extra:
         raise InputDataError(
-            f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a dense Llama",
+            f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a {model.architecture}",
             why="converting without it would change the model",
         )
 

@@ -25,6 +25,7 @@ class SourceNames:
     attention         prefix of the names of the KV cache's scales within a layer
     q, k, v, o        linears of the attention, by their names within a layer, as all names that follow
     gate, up, down    linears of the MLP; gate is the activated one
+    q_norm, k_norm    norms of each head's queries and keys, in families that have them
     input_norm        norm before q, k and v
     post_norm         norm before gate and up
     """
@@ -41,6 +42,8 @@ class SourceNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
 
