@@ -356,6 +356,7 @@ def test_a_qwen_is_built_and_not_without_its_type(tmp_path: Path, capsys: Output
     config = json.loads((source / "config.json").read_text())
     del config["qwen_type"]
     (source / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(source.parent / "engine")
     assert refusal(capsys, source) == "AttributeError: 'QWenConfig' object has no attribute 'qwen_type'"
 
 

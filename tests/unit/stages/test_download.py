@@ -410,7 +410,7 @@ def built(model: str, tmp_path: Path, *assignments: str, until: str = "download"
 @pytest.mark.parametrize(
     ("config", "options", "line"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "describes a Qwen2ForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, {}, "describes a GemmaForCausalLM"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             {},

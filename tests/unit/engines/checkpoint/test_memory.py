@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import hf_folder
+from tests.support.factories import QWEN2, QWEN3, hf_folder
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes, rank_bytes
@@ -30,8 +30,9 @@ def llama_70b(tmp_path: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("mapping", [Mapping(), Mapping(tp_size=2), Mapping(tp_size=2, pp_size=2)])
-def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, mapping: Mapping) -> None:
-    source = hf_folder(tmp_path / "hf", num_hidden_layers=3)
+@pytest.mark.parametrize("family", [{}, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, family: dict[str, Any], mapping: Mapping) -> None:
+    source = hf_folder(tmp_path / "hf", num_hidden_layers=3, **family)
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out", dtype=BF16, mapping=mapping)
     files = [read_header(path).tensors.values() for path in (tmp_path / "out").glob("rank*.safetensors")]
