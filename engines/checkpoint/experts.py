@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import Mapping as Ranks
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, share
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.model_config import Experts
 
-# A loader raises TypeError for another key. `tp_mode` and what follows it is of no use to the families here.
-_MOE = {
-    "sparse_mixer_epsilon": 0.01,
-    "tp_mode": 0,
-    "shared_expert_intermediate_size": 0,
-    "device_limited_n_group": 0,
-    "device_limited_topk_group": 0,
-    "device_limited_routed_scaling_factor": 1.0,
-}
+# `hidden_act` of a checkpoint; with another, TensorRT-LLM's experts have half as many features.
+EXPERT_ACT = "swiglu"
 # Type of a router's weights in a checkpoint, whatever that of the others.
 ROUTER_DTYPE = "F32"
 
 
-def moe_block(experts: Experts) -> dict[str, Any]:
-    """`moe` of a checkpoint's config. Mode 1 takes the softmax over the chosen experts, mode 0 over all of them."""
-    facts = {"num_experts": experts.count, "top_k": experts.top_k, "normalization_mode": int(experts.normalize)}
-    return facts | _MOE
+def expert_act_fault(raw: Mapping[str, Any]) -> str:
+    """Why a checkpoint's config has no experts with SwiGLU; "" where it has."""
+    act = raw.get("hidden_act")
+    return "" if act == EXPERT_ACT else f"hidden_act is {act!r}, that of experts is {EXPERT_ACT}"
+
+
+def moe_block(experts: Experts | None) -> dict[str, Any]:
+    """`moe` of a checkpoint's config; a loader raises TypeError for another key.
+
+    Mode 1 takes the softmax over the chosen experts, mode 0 over all of them. The rest is not for the families here.
+    """
+    return {
+        "num_experts": experts.count if experts else 0,
+        "shared_expert_intermediate_size": 0,
+        "top_k": experts.top_k if experts else 0,
+        "normalization_mode": int(experts.normalize) if experts else 0,
+        "sparse_mixer_epsilon": 0.01,
+        "tp_mode": 0,
+        "device_limited_n_group": 0,
+        "device_limited_topk_group": 0,
+        "device_limited_routed_scaling_factor": 1.0,
+    }
 
 
 def expert_shapes(experts: Experts, hidden: int, names: SourceNames) -> dict[str, tuple[int, ...]]:
@@ -39,7 +50,7 @@ def expert_shapes(experts: Experts, hidden: int, names: SourceNames) -> dict[str
 
 
 def plan_experts(
-    experts: Experts, hidden: int, names: SourceNames, mapping: Mapping, tp_rank: int, ours: str, theirs: str
+    experts: Experts, hidden: int, names: SourceNames, mapping: Ranks, tp_rank: int, ours: str, theirs: str
 ) -> Iterator[TensorPlan]:
     """Plans of a layer's router and experts in a rank file; `ours` and `theirs` as `Family.plan_layer` takes them.
 

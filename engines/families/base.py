@@ -30,6 +30,7 @@ class SourceNames:
     experts           prefix before the number of an expert; "" for a dense model
     router            linear whose outputs are the experts' scores
     num_experts       experts of a layer, where they are known: see `engines.families.names_of`
+    q_norm, k_norm    norms of each head's queries and keys, in families that have them
     input_norm        norm before q, k and v
     post_norm         norm before gate and up
     """
@@ -49,6 +50,8 @@ class SourceNames:
     experts: str = ""
     router: str = "mlp.gate"
     num_experts: int = 0
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from trtpipe.engines.checkpoint.experts import moe_block
+from trtpipe.engines.checkpoint.experts import EXPERT_ACT, moe_block
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.families.mistral import Mistral
 from trtpipe.engines.hf.config_fields import ConfigFields
@@ -19,7 +19,6 @@ class Mixtral(Mistral):
         gate="w1", up="w3", down="w2", experts="block_sparse_moe.experts.", router="block_sparse_moe.gate"
     )
     expert_size = "intermediate_size"
-    expert_act = "swiglu"
 
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
         model = super().read_config(architecture, fields)
@@ -27,15 +26,10 @@ class Mixtral(Mistral):
         return replace(model, experts=fields.experts("num_local_experts", self.expert_size, normalize=True))
 
     def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
-        assert model.experts is not None
         return super().checkpoint_config(model, embedding) | {
-            "hidden_act": self.expert_act,
+            "hidden_act": EXPERT_ACT,
             "moe": moe_block(model.experts),
         }
-
-    def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
-        act = raw.get("hidden_act")
-        return "" if act == self.expert_act else f"hidden_act is {act!r}, that of experts is {self.expert_act}"
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
         assert config.experts is not None

@@ -83,7 +83,7 @@ class ConfigFields:
             if place.get("partial_rotary_factor") not in (None, 1):
                 raise InputDataError(
                     f"{path}: partial_rotary_factor is {place['partial_rotary_factor']!r}",
-                    why="TensorRT-LLM's Llama rotates whole heads",
+                    why="TensorRT-LLM's models of this kind rotate whole heads",
                 )
         _require_one(path, bases)
         _require_one(path, {key: scaling and _spelt_anew(scaling) for key, scaling in scalings.items()})

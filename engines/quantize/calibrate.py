@@ -113,9 +113,9 @@ class Calibrator:
                 remedy="look at its weights with `trtpipe inspect`",
             ) from None
         scales = self._scales(layer, qkv)
-        if self._experts is not None and self._quantization.quant_algo is not None:
-            if unreached := share_scales(scales.linears, self._names):
-                self.unreached[index] = unreached
+        shared = self._experts is not None and self._quantization.quant_algo is not None
+        if shared and (unreached := share_scales(scales.linears, self._names)):
+            self.unreached[index] = unreached
         # ModelOpt's modules form reference cycles: without this the weights would stay until garbage collection.
         for module in model.modules():
             module._parameters.clear()

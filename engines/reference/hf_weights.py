@@ -37,6 +37,7 @@ from trtpipe.engines.reference.weights import (
     TORCH_DTYPE,
     Head,
     LayerShard,
+    make_head_norms,
     rank_heads,
     read_layer,
 )
@@ -92,16 +93,21 @@ class QuantizedFolder:
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         names, prefix = self._names, self._names.layer(index)
         qkv = [prefix + name for name in names.attention_inputs]
-        biased = self.config.attn_bias
+        biases = [bias for name in qkv if (bias := self._vector(f"{name}.bias")) is not None]
         shard = LayerShard(
             input_norm=self._float(f"{prefix}{names.input_norm}.weight"),
             qkv=Stacked(tuple(self._linear(name) for name in qkv)),
-            qkv_bias=torch.cat([self._float(name + ".bias") for name in qkv]) if biased else None,
+            qkv_bias=torch.cat(biases) if biases else None,
             dense=self._linear(prefix + names.o),
-            dense_bias=self._float(f"{prefix}{names.o}.bias") if biased else None,
+            dense_bias=self._vector(f"{prefix}{names.o}.bias"),
             post_norm=self._float(f"{prefix}{names.post_norm}.weight"),
             mlp=self._mlp(prefix),
             kv_codec=self._codec(prefix),
+            head_norms=make_head_norms(
+                self.config,
+                self._vector(f"{prefix}{names.q_norm}.weight"),
+                self._vector(f"{prefix}{names.k_norm}.weight"),
+            ),
         )
         return (shard,)
 
@@ -120,6 +126,9 @@ class QuantizedFolder:
 
     def _float(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._dtype)
+
+    def _vector(self, name: str) -> torch.Tensor | None:
+        return self._float(name) if name in self._tensors else None
 
     def _linear(self, name: str) -> Linear:
         algo = self.config.quantization.quant_algo

@@ -57,7 +57,8 @@ def run_layer(
     cos, sin = (table.to(hidden.dtype)[:, None] for table in (cos, sin))
 
     def attend(place: int, qkv: torch.Tensor) -> torch.Tensor:
-        x = rotated(qkv.reshape(batch, length, heads + 2 * kv, config.head_size), heads + kv, cos, sin)
+        x = qkv.reshape(batch, length, heads + 2 * kv, config.head_size)
+        x = rotated(x, heads + kv, shards[place].head_norms, cos, sin)
         cached, codec = x[:, :, heads:], shards[place].kv_codec
         if codec is not None:
             cached = codec.decode(codec.encode(cached), hidden.dtype)

@@ -23,6 +23,7 @@ from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Ex
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.quantize.algorithms import make_linear
 from trtpipe.engines.quantize.formats import TENSORRT_LLM, Format
+from trtpipe.engines.reference.cuda.fused import HeadNorms
 from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
@@ -52,6 +53,7 @@ class LayerShard:
     post_norm: torch.Tensor  # [h]
     mlp: Mlp  # h -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
+    head_norms: HeadNorms | None  # of q and k, in families that have them
 
 
 class Head(NamedTuple):
@@ -205,8 +207,8 @@ def read_layer(
     def linear(name: str) -> Linear:
         return make_linear(algo, by_role(tensors, name, algo, TENSORRT_LLM), dtype)
 
-    def bias(name: str) -> torch.Tensor | None:
-        return tensors[name].to(dtype) if config.attn_bias else None
+    def vector(name: str) -> torch.Tensor | None:
+        return tensors[name].to(dtype) if name in tensors else None
 
     codec = None
     if cache is not None:
@@ -215,14 +217,17 @@ def read_layer(
     return LayerShard(
         input_norm=tensors[prefix + "input_layernorm.weight"].to(dtype),
         qkv=linear(attention + "qkv."),
-        qkv_bias=bias(attention + "qkv.bias"),
+        qkv_bias=vector(attention + "qkv.bias"),
         dense=linear(attention + "dense."),
-        dense_bias=bias(attention + "dense.bias"),
+        dense_bias=vector(attention + "dense.bias"),
         post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
         mlp=GatedMlp(make_branches(linear(mlp + "fc."), linear(mlp + "gate.")), linear(mlp + "proj."))
         if config.experts is None
         else _experts(tensors, mlp, config, config.experts, dtype, tp_rank),
         kv_codec=codec,
+        head_norms=make_head_norms(
+            config, vector(attention + "q_layernorm.weight"), vector(attention + "k_layernorm.weight")
+        ),
     )
 
 
@@ -241,6 +246,17 @@ def _experts(
 
     held = [Expert(*(linear(stack, place) for stack in stacks)) for place in range(last - first)]
     return ExpertMlp(facts, tensors[prefix + "router.weight"], first, held)
+
+
+def make_head_norms(
+    config: CheckpointConfig, queries: torch.Tensor | None, keys: torch.Tensor | None
+) -> HeadNorms | None:
+    """The norms of a rank's heads, from the vectors [head_size] of queries and keys; None without them."""
+    if queries is None or keys is None:
+        return None
+    heads, kv_heads = rank_heads(config)
+    weight = torch.cat([queries.expand(heads, -1), keys.expand(kv_heads, -1)])
+    return HeadNorms(weight.unsqueeze(0), config.norm_epsilon)
 
 
 def by_role(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.support.random_models import random_model
+
 VOCAB = 101
 EXPERTS, TOP_K = 8, 2
 SIZES: dict[str, Any] = {
@@ -20,30 +22,19 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "num_experts_per_tok": TOP_K,
     "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
 }
-# Architecture -> its own settings.
+# `model_type` -> its own settings.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "MixtralForCausalLM": {"num_local_experts": EXPERTS, "sliding_window": None},
+    "mixtral": {"num_local_experts": EXPERTS, "sliding_window": None},
+    "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 # Two groups that share a start, which a KV cache with reuse computes once.
 PROMPTS = [tuple((7 * i * (1 + k % 2) + 3 + (k if i >= 40 else 0)) % VOCAB for i in range(64)) for k in range(20)]
 
 
-def make(architecture: str, folder: Path, **changes: Any) -> Any:
-    """Write the tiny model of an architecture into `folder`, and return it."""
-    import transformers
-
-    torch.manual_seed(0)
-    kind = getattr(transformers, architecture)
-    config = kind.config_class(**{**SIZES, **FAMILIES[architecture], **changes})
-    model = kind(config).to(getattr(torch, str(changes.get("dtype", "float32")))).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "norm" in key:  # transformers starts them at 1, which would hide a lost one
-                parameter += 0.3 * torch.randn_like(parameter)
+def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Write the tiny model of a family into `folder`, and return it."""
+    model = random_model(family, **{**SIZES, **FAMILIES[family], **changes}).to(dtype)
     model.save_pretrained(folder)
     return model
 

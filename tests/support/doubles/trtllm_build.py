@@ -3,7 +3,7 @@
 TensorRT-LLM runs on NVIDIA GPUs alone, so tests build with this. It reads a checkpoint as the loader of a release
 does, refuses what that refuses in the same words, turns off what that turns off, and writes an engine folder whose
 rank files say what they are. Where upstream would build a wrong model without a word, or where nothing is known of
-what it does, this refuses with a ContractError. Dense Llama only.
+what it does, this refuses with a ContractError. Dense Llama and Qwen only.
 
 One file of the standard library, and nothing of this project: it is a second reading of the contract, and it is
 copied into a container image that holds a Python and nothing else.
@@ -201,7 +201,9 @@ def _cache_type(word: str) -> str:
 # The checkpoint's config.json
 
 # The other architectures of the same class are not dense Llamas.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+# Those of the class QWenForCausalLM, each with its qwen_type.
+QWEN = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", *QWEN)
 SAME_CLASS = ("MixtralForCausalLM", "GraniteForCausalLM", "ExaoneForCausalLM", "ArcticForCausalLM")
 FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 AWQ = ("W4A16_AWQ", "W4A8_AWQ")
@@ -376,7 +378,7 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     architecture = raw["architecture"]
     if architecture not in ARCHITECTURES:
         if architecture in SAME_CLASS:
-            raise ContractError(f"the double knows dense Llamas, not {architecture}")
+            raise ContractError(f"the double knows dense models, not {architecture}")
         raise KeyError(architecture)
     for key in ("dtype", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if key not in raw:
@@ -385,8 +387,14 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     ranks = read_mapping(raw.get("mapping") or {}, setup)
     quant = read_quantization(raw.get("quantization") or {}, setup, path.parent)
     for key in sorted(raw.keys() - TOP_LEVEL):
-        log.warning(f"Implicitly setting LLaMAConfig.{key} = {raw[key]}")
+        log.warning(f"Implicitly setting {'QWenConfig' if architecture in QWEN else 'LLaMAConfig'}.{key} = {raw[key]}")
     _refuse_silent_faults(raw)
+    if architecture in QWEN:
+        for key in ("qwen_type", "seq_length"):
+            if key not in raw:
+                raise AttributeError(f"'QWenConfig' object has no attribute '{key}'")
+        if raw["qwen_type"] != QWEN[architecture]:
+            raise ContractError(f"qwen_type is {raw['qwen_type']}, a {architecture}'s is {QWEN[architecture]}")
     heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
     ffn, layers, tp = raw["intermediate_size"], raw["num_hidden_layers"], ranks.tp
     assert heads % tp == 0, "num_attention_heads must be divisible by tp_size"
@@ -513,14 +521,18 @@ def _parameters(model: Model, stage: int) -> Iterator[tuple[str, Parameter]]:
     if stage == 0:
         yield from _embedding(model)
     q, kv = model.heads // ranks.tp * d, -(-model.kv_heads // ranks.tp) * d
-    attn_bias, mlp_bias = bool(model.raw.get("attn_bias")), bool(model.raw.get("mlp_bias"))
+    qwen = model.raw["qwen_type"] if model.architecture in QWEN else None
+    # A Qwen's class has this default, and never a bias of the output.
+    attn_bias, mlp_bias = bool(model.raw.get("attn_bias", qwen is not None)), bool(model.raw.get("mlp_bias"))
     for index in range(ranks.layers(model.layers, stage)):
         layer = f"transformer.layers.{index}."
         for norm in ("input_layernorm", "post_layernorm"):
             yield f"{layer}{norm}.weight", Parameter(number, (model.hidden,))
         ffn = model.ffn // ranks.tp
         yield from _linear(model, f"{layer}attention.qkv", q + 2 * kv, model.hidden, bias=attn_bias)
-        yield from _linear(model, f"{layer}attention.dense", model.hidden, q, row=True, bias=attn_bias)
+        yield from _linear(model, f"{layer}attention.dense", model.hidden, q, row=True, bias=attn_bias and not qwen)
+        for norm in ("q_layernorm", "k_layernorm") if qwen == "qwen3" else ():
+            yield f"{layer}attention.{norm}.weight", Parameter(number, (d,))
         yield from _linear(model, f"{layer}mlp.fc", ffn, model.hidden, bias=mlp_bias)
         yield from _linear(model, f"{layer}mlp.gate", ffn, model.hidden, bias=mlp_bias)
         yield from _linear(model, f"{layer}mlp.proj", model.hidden, ffn, row=True, bias=mlp_bias)

@@ -430,7 +430,7 @@ DAMAGES = [
     (no_config, "{0} is not a Hugging Face model folder: it has no config.json; give the model's folder"),
     (
         another_family,
-        "{0}/config.json describes a LlamaForCausalLMs: trtpipe converts dense Llama-family models; "
+        "{0}/config.json describes a LlamaForCausalLMs: trtpipe reads no model of this architecture; "
         "did you mean 'LlamaForCausalLM'?",
     ),
     (half_a_config, "model config {0}/config.json is not JSON: Expecting value: line 1 column 19 (char 18); "),

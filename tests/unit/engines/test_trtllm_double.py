@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import factories
 from tests.support.doubles import trtllm_build
-from tests.support.factories import hf_folder
+from tests.support.factories import QWEN2, QWEN3, hf_folder
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.convert import convert
@@ -345,12 +345,27 @@ def test_a_key_at_the_top_is_taken(tmp_path: Path, capsys: Output) -> None:
     assert "[W] Implicitly setting LLaMAConfig.producer = us" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("qwen", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_a_qwen_is_built_and_not_without_its_type(tmp_path: Path, capsys: Output, qwen: dict[str, Any]) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    hf = hf_folder(tmp_path / "hf", tokenizer=False, **qwen, tie_word_embeddings=True)
+    convert(hf, source, dtype=None, mapping=Mapping(tp_size=2, pp_size=2))
+    assert build(source) == 0
+    assert f"Implicitly setting QWenConfig.qwen_type = {qwen['model_type']}" in capsys.readouterr().out
+    config = json.loads((source / "config.json").read_text())
+    del config["qwen_type"]
+    (source / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(source.parent / "engine")
+    assert refusal(capsys, source) == "AttributeError: 'QWenConfig' object has no attribute 'qwen_type'"
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"architecture": "Qwen9ForCausalLM"}, "KeyError: 'Qwen9ForCausalLM'"),
         ({"architecture": "MixtralForCausalLM"},
-         "ContractError: the double knows dense Llamas, not MixtralForCausalLM"),
+         "ContractError: the double knows dense models, not MixtralForCausalLM"),
         ({"dtype": "auto"}, "AssertionError: Unsupported dtype: auto"),
         ({"hidden_act": "gelu"}, "ContractError: hidden_act is gelu, Llama's is silu"),
         ({"position_embedding_type": "learned_absolute"},

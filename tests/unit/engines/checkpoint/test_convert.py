@@ -17,7 +17,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.factories import MIXTRAL, cast_by_torch, hf_folder, read_tensors, write_safetensors
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, cast_by_torch, hf_folder, read_tensors, write_safetensors
 from tests.support.strategies import models
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint import convert as module
@@ -90,12 +90,17 @@ def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int, ep: int
             out[f"{theirs}self_attn.o_proj.weight"] = np.concatenate(
                 [rank[ours + "attention.dense.weight"] for rank in group], axis=1
             )
-            if model.attn_bias:
+            for name in ("q", "k") if model.architecture.startswith("Qwen3") else ():
+                norms = [rank[f"{ours}attention.{name}_layernorm.weight"] for rank in group]
+                assert all(np.array_equal(norm, norms[0]) for norm in norms)
+                out[f"{theirs}self_attn.{name}_norm.weight"] = norms[0]
+            if model.attn_bias and model.architecture != "Qwen2ForCausalLM":
                 biases = [rank[ours + "attention.dense.bias"] for rank in group]
                 assert all(np.array_equal(bias, biases[0]) for bias in biases)
                 out[f"{theirs}self_attn.o_proj.bias"] = biases[0]
             if model.experts is not None:
-                out |= experts([{name: rank[f"{ours}mlp.{name}.weight"] for name in MOE} for rank in group], theirs, ep)
+                parts_of = [{name: rank[f"{ours}mlp.{name}.weight"] for name in MOE} for rank in group]
+                out |= experts(parts_of, theirs, EXPERTS[model.architecture], ep)
                 continue
             for a, b, axis in (("fc", "gate_proj", 0), ("gate", "up_proj", 0), ("proj", "down_proj", 1)):
                 parts = [rank[f"{ours}mlp.{a}.weight"] for rank in group]
@@ -104,25 +109,31 @@ def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int, ep: int
 
 
 MOE = ("fc", "proj", "router")
+# Names of the router, of an expert, and of its linears: gate, up, down.
+EXPERTS = {
+    "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.experts.", ("gate_proj", "up_proj", "down_proj")),
+}
 
 
-def experts(ranks: list[Tensors], theirs: str, ep: int) -> Tensors:
+def experts(ranks: list[Tensors], theirs: str, names: tuple[str, str, tuple[str, str, str]], ep: int) -> Tensors:
     """The HF tensors of a layer's experts: rank r holds block r % ep of them, and part r // ep of each's features."""
     out: Tensors = {}
     router = ranks[0]["router"]
     assert all(rank["router"].dtype == np.uint32 and np.array_equal(rank["router"], router) for rank in ranks)
     # Widened bfloat16: its lower half is empty.
     assert not (router & 0xFFFF).any()
-    out[f"{theirs}block_sparse_moe.gate.weight"] = (router >> 16).astype(np.uint16)
+    gate, place, linears = names
+    out[f"{theirs}{gate}.weight"] = (router >> 16).astype(np.uint16)
     held = len(router) // ep
     for number in range(len(router)):
         own = ranks[number // held :: ep]
         fc, proj = ([rank[name][number % held] for rank in own] for name in ("fc", "proj"))
         half = len(fc[0]) // 2
-        stem = f"{theirs}block_sparse_moe.experts.{number}."
-        out[f"{stem}w3.weight"] = np.concatenate([part[:half] for part in fc])
-        out[f"{stem}w1.weight"] = np.concatenate([part[half:] for part in fc])
-        out[f"{stem}w2.weight"] = np.concatenate(proj, axis=1)
+        activated, up, down = (f"{theirs}{place}{number}.{linear}.weight" for linear in linears)
+        out[up] = np.concatenate([part[:half] for part in fc])
+        out[activated] = np.concatenate([part[half:] for part in fc])
+        out[down] = np.concatenate(proj, axis=1)
     return out
 
 
@@ -252,6 +263,64 @@ def test_damaged_experts_are_named(tmp_path: Path) -> None:
         assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("qwen", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_config_json_of_a_qwen_has_every_key_of_its_converter(tmp_path: Path, qwen: dict[str, Any]) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}
+    source = hf_folder(tmp_path / "hf", **qwen, rope_scaling=yarn, rope_theta=1000000.0, vocab_size=301)
+    converted(source, tmp_path / "out", tp=2)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found.pop("mapping")["moe_tp_size"] == 2
+    assert found.pop("quantization")["quant_algo"] is None
+    size = 8 if qwen is QWEN2 else 16
+    assert found == {
+        "architecture": qwen["architectures"][0],
+        "dtype": "bfloat16",
+        "logits_dtype": "float32",
+        "vocab_size": 301,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_size": size,
+        "hidden_act": "silu",
+        "norm_epsilon": 1e-6,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": 256,
+        "rotary_base": 1000000.0,
+        "rotary_scaling": {**yarn, "rope_type": "yarn"},
+        "rotary_embedding_dim": size,
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "tie_word_embeddings": False,
+        # False although there are such norms: qwen_type alone says so.
+        "qk_layernorm": False,
+        "attn_bias": qwen is QWEN2,
+        "mlp_bias": False,
+        "qwen_type": qwen["model_type"],
+        "seq_length": 8192,
+        "use_logn_attn": False,
+        "num_labels": 1,
+        "moe": {
+            "num_experts": 0,
+            "shared_expert_intermediate_size": 0,
+            "top_k": 0,
+            "normalization_mode": 0,
+            "sparse_mixer_epsilon": 0.01,
+            "tp_mode": 0,
+            "device_limited_n_group": 0,
+            "device_limited_topk_group": 0,
+            "device_limited_routed_scaling_factor": 1.0,
+        },
+        "moe_intermediate_size": 0,
+        "moe_shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "disable_weight_only_quant_plugin": False,
+        "runtime_defaults": None,
+    }
+
+
 def test_a_tied_head_is_written_as_a_copy_of_the_embedding(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
     (rank,) = converted(source, tmp_path / "out")
@@ -260,13 +329,15 @@ def test_a_tied_head_is_written_as_a_copy_of_the_embedding(tmp_path: Path) -> No
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_a_tied_model_may_carry_its_head_besides(tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
+@pytest.mark.parametrize("family", [{}, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+def test_a_tied_models_head_is_its_embedding_also_on_the_last_stage(tmp_path: Path, family: dict[str, Any]) -> None:
+    source = hf_folder(tmp_path / "hf", **family, tie_word_embeddings=True)
     tensors = hf_tensors(source)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    # A head besides, as some folders have it, is read by nobody.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_safetensors(source / "model.safetensors", tensors, "BF16")
-    (rank,) = converted(source, tmp_path / "out")
-    assert np.array_equal(rank["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    _, last = converted(source, tmp_path / "out", pp=2)
+    assert np.array_equal(last["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
 def test_sharded_input_gives_the_same_bytes(tmp_path: Path) -> None:

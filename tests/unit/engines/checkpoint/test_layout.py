@@ -35,6 +35,8 @@ def model(**overrides: Any) -> ModelConfig:
 
 
 Plans = list[TensorPlan]
+# Rows of heads of 16, of which rank 2 of 4 has the second.
+KV_OF_RANK_2 = (("k", (16, 32)), ("v", (16, 32)))
 
 
 def plan(source: ModelConfig, tp: int = 1, pp: int = 1, *, tp_rank: int = 0, pp_rank: int = 0, **options: Any) -> Plans:
@@ -115,6 +117,35 @@ def test_biases_of_attention() -> None:
     # Row-parallel: whole on every rank.
     dense = named(plans, "transformer.layers.0.attention.dense.bias")
     assert (dense.shape, dense.pieces) == ((32,), (Piece(attn + "o_proj.bias", (0, 32)),))
+
+
+def test_a_qwen_has_biases_of_q_k_and_v_or_norms_of_heads() -> None:
+    ours, attn = "transformer.layers.0.attention.", "model.layers.0.self_attn."
+
+    def attention(architecture: str, **changes: Any) -> Plans:
+        # Four ranks of two key/value heads: heads 0 and 1 are on two ranks each.
+        plans = plan(model(architecture=architecture, **changes), tp=4, tp_rank=2)
+        return [tensor for tensor in plans if tensor.name.startswith(ours)]
+
+    weights = [
+        TensorPlan(
+            ours + "qkv.weight",
+            (48, 32),
+            tuple(Piece(f"{attn}{name}_proj.weight", rows) for name, rows in (("q", (32, 48)), *KV_OF_RANK_2)),
+        ),
+        TensorPlan(ours + "dense.weight", (32, 16), (Piece(attn + "o_proj.weight", (0, 32), (32, 48)),)),
+    ]
+    bias = TensorPlan(
+        ours + "qkv.bias",
+        (48,),
+        tuple(Piece(f"{attn}{name}_proj.bias", rows) for name, rows in (("q", (32, 48)), *KV_OF_RANK_2)),
+    )
+    assert attention("Qwen2ForCausalLM", attn_bias=True, head_size=16) == [weights[0], bias, weights[1]]
+    norms = [
+        TensorPlan(f"{ours}{name}_layernorm.weight", (16,), (Piece(f"{attn}{name}_norm.weight", (0, 16)),))
+        for name in ("q", "k")
+    ]
+    assert attention("Qwen3ForCausalLM", head_size=16) == [*weights, *norms]
 
 
 @pytest.mark.parametrize(
@@ -409,7 +440,7 @@ def test_keys_of_other_producers_are_no_trouble() -> None:
         ({"dtype": None}, "lacks dtype"),
         ({"position_embedding_type": None}, "lacks position_embedding_type"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is not rope_gpt_neox"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', Llama's is silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not silu"),
         ({"dtype": "float8"}, "dtype 'float8' is none of bfloat16, float16, float32"),
         ({"dtype": 16}, "dtype is 16, not a string"),
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import MIXTRAL, hf_folder
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from trtpipe.configs.facts import find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
@@ -32,9 +32,11 @@ def llama_70b(tmp_path: Path) -> ModelConfig:
     return dataclasses.replace(read_model_config(hf_folder(tmp_path / "tiny")), **LLAMA_70B)
 
 
-@pytest.mark.parametrize("family", [{}, MIXTRAL], ids=["llama", "mixtral"])
 @pytest.mark.parametrize("mapping", [Mapping(), Mapping(tp_size=2), Mapping(tp_size=2, pp_size=2)])
-def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, mapping: Mapping, family: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "family", [{}, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE], ids=["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+)
+def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, family: dict[str, Any], mapping: Mapping) -> None:
     source = hf_folder(tmp_path / "hf", num_hidden_layers=3, **family)
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out", dtype=BF16, mapping=mapping)
@@ -48,6 +50,7 @@ def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, mapping: M
     [
         ("mixtral-8x7b", 46_702_792_704, 32 * 8 * 3 * 4096 * 14336),
         ("mixtral-8x22b", 140_630_071_296, 56 * 8 * 3 * 6144 * 16384),
+        ("qwen3-30b-a3b", 30_532_122_624, 48 * 128 * 3 * 2048 * 768),
     ],
 )
 def test_published_models_with_experts(name: str, parameters: int, of_experts: int) -> None:

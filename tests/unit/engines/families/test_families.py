@@ -21,7 +21,7 @@ from trtpipe.engines.checkpoint.config import CheckpointError, read_config
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.restore import differences, restore
 from trtpipe.engines.hf.export import export
-from trtpipe.engines.hf.folder import NotALlama, read_model_config
+from trtpipe.engines.hf.folder import UnknownModel, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
@@ -104,9 +104,16 @@ def first_layer(source: WeightSource) -> torch.Tensor:
 
 
 def test_it_is_unknown_without_the_module(tmp_path: Path) -> None:
-    with pytest.raises(NotALlama, match="describes a YakForCausalLM"):
+    with pytest.raises(UnknownModel, match="describes a YakForCausalLM"):
         read_model_config(hf_folder(tmp_path, architectures=["YakForCausalLM"]))
-    assert sorted(families.families()) == ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"]
+    assert sorted(families.families()) == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ]
 
 
 def test_it_is_converted_compared_and_restored(tmp_path: Path, folders: tuple[Path, Path]) -> None:

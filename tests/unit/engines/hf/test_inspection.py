@@ -44,7 +44,8 @@ def quantized(source: Path, out: Path, quantization: Quantization, form: str = "
     from trtpipe.engines.quantize.worker import work
 
     def found() -> LayerScales:
-        widths = {name: model.intermediate_size if name == names.down else model.hidden_size for name in names.linears}
+        own = {names.down: model.intermediate_size, names.o: model.num_attention_heads * model.head_size}
+        widths = {name: own.get(name, model.hidden_size) for name in names.linears}
         linears = {
             name: LinearScales(input_amax=torch.ones(()), smooth=torch.ones(width)) for name, width in widths.items()
         }

@@ -35,7 +35,7 @@ EXPERTS = 4
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
-    make("MixtralForCausalLM", folder, **SIZES, num_local_experts=EXPERTS, intermediate_size=192, dtype="bfloat16")
+    make("mixtral", folder, torch.bfloat16, **SIZES, num_local_experts=EXPERTS, intermediate_size=192)
     np.save(folder / "samples.npy", SAMPLES)
     return folder
 
@@ -155,7 +155,7 @@ def lopsided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral whose third expert no token ever reaches: its score is between those of the others."""
     folder = tmp_path_factory.mktemp("lopsided")
     sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 1, "intermediate_size": 64}
-    make("MixtralForCausalLM", folder, **SIZES, **sizes, dtype="bfloat16")
+    make("mixtral", folder, torch.bfloat16, **SIZES, **sizes)
     tensors = load_file(folder / "model.safetensors")
     gate = tensors["model.layers.0.block_sparse_moe.gate.weight"]
     gate[1], gate[2] = -gate[0], 0

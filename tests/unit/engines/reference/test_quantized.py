@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.factories import CHECKPOINT, hf_folder
+from tests.support.random_models import random_model
+from tests.unit.engines.hf.test_inspection import quantized
+from trtpipe.engines.accuracy.models import open_model
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, rank_layout, source_shapes
@@ -22,7 +25,7 @@ from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.safetensors_file import header_bytes
 from trtpipe.engines.model_config import CheckpointConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantization import FORMATS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference import runtime as runtime_module
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cuda.fused import rms_norm
@@ -33,7 +36,7 @@ from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.number_formats import in_nvfp4_units, nvfp4_scales, pack_e2m1
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.runtime import Runtime
-from trtpipe.engines.reference.weights import RankFiles, WeightSource, load_all
+from trtpipe.engines.reference.weights import CPU, RankFiles, WeightSource, load_all
 
 BUILD: dict[str, Any] = {
     "max_batch_size": 4,
@@ -312,6 +315,25 @@ def test_an_hf_folder_is_what_its_checkpoint_is(tmp_path: Path, tied: bool) -> N
     direct = HfFolder(folder, torch.float32)
     converted = RankFiles(tmp_path / "trt", replace(direct.config, dtype=DataType.BFLOAT16), torch.float32)
     assert torch.equal(run(direct, [5, 6, 7]), run(converted, [5, 6, 7]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_a_quantized_qwen_keeps_its_biases_and_norms_in_every_format(tmp_path: Path, family: str, form: str) -> None:
+    model = random_model(
+        family, vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.15,
+    ).bfloat16()  # fmt: skip
+    model.save_pretrained(tmp_path / "hf")
+    algo = QuantAlgo.W8A16
+    source = open_model(quantized(tmp_path / "hf", tmp_path / "made", Quantization(quant_algo=algo), form), CPU)
+    assert isinstance(source, RankFiles) == (form == "trtllm")
+    ids = torch.tensor([IDS])
+    want = model.float()(ids).logits[0]
+    for got in (run(source, IDS), by_layers(source, ids)[0]):
+        assert distance(got, want) < 0.05
+    assert want.std() > 0.5
 
 
 # ModelOpt's name of each algorithm, and how far a linear may be from its simulation, relative to the output's norm:
