@@ -238,6 +238,11 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
         ("gpu", None if engine.passport is None else engine.passport.gpu, "gpu", spec.gpu.name),
         ("tp_size", deployment.mapping.tp_size, "tp", spec.mapping.tp_size),
         ("pp_size", deployment.mapping.pp_size, "pp", spec.mapping.pp_size),
+        *(
+            [("moe_ep_size", deployment.mapping.moe_ep_size, "moe_ep", spec.mapping.moe_ep_size)]
+            if deployment.mapping.moe_ep_size > 1
+            else []
+        ),
     ):
         if value is not None:
             rows.append(row(name, value, becomes, to, kept=value == to))
