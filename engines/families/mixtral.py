@@ -23,7 +23,7 @@ class Mixtral(Mistral):
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
         model = super().read_config(architecture, fields)
         # The shares of a token's experts always sum to 1.
-        return replace(model, experts=fields.experts("num_local_experts", self.expert_size, normalize=True))
+        return replace(model, experts=fields.experts(("num_local_experts",), self.expert_size, normalize=True))
 
     def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
         return super().checkpoint_config(model, embedding) | {

@@ -29,7 +29,8 @@ class QwenMoe(Qwen):
                 )
         # TensorRT-LLM's own converter writes that shares do not sum to 1, whatever config.json says.
         normalize = fields.flag("norm_topk_prob")
-        return replace(model, experts=fields.experts("num_experts", self.expert_size, normalize=normalize))
+        counts = ("num_experts", "num_local_experts")
+        return replace(model, experts=fields.experts(counts, self.expert_size, normalize=normalize))
 
     def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
         return super().checkpoint_config(model, embedding) | {"hidden_act": EXPERT_ACT}

@@ -56,8 +56,14 @@ class ConfigFields:
         except ValueError:
             raise InputDataError(f"{self.path}: dtype {value!r} is none of bfloat16, float16, float32") from None
 
-    def experts(self, count: str, size: str, *, normalize: bool) -> Experts:
-        """The experts of every layer; `count` and `size` are the keys of their number and of their features."""
+    def experts(self, counts: tuple[str, ...], size: str, *, normalize: bool) -> Experts:
+        """The experts of every layer; `counts` are keys of their number, any will do, `size` that of their features.
+
+        transformers 5 writes num_local_experts for families whose published configs say num_experts.
+        """
+        stated = {key: self.count(key) for key in counts if self.raw.get(key) is not None}
+        _require_one(self.path, stated)
+        count = next(iter(stated), counts[0])
         number, top_k = self.count(count), self.count("num_experts_per_tok")
         if top_k > number:
             raise InputDataError(f"{self.path}: num_experts_per_tok {top_k} exceeds {count} {number}")

@@ -6,6 +6,7 @@ A method (`quant_method` of config.json) says which tensors stand for the weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class Stored:
 
     def faults(self, model: ModelConfig, found: Mapping[str, LocatedTensor]) -> Iterator[str]:
         """Differences between the tensors `found` and those that the config implies."""
+        found = under_published_names(found, names_of(model))
         names, layout = names_of(model), _layout(METHODS[self.method].plan(model, self.quantization))
         scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
         # Without any scale of keys and values the runtimes use 1.
@@ -89,6 +91,16 @@ class Stored:
         weights = f"{algo.value if algo else 'unquantized'} weights"
         groups = f" in groups of {self.quantization.group_size}" if self.quantization.packed else ""
         return f"{weights}{groups}{f' and an {cache.value} KV cache' if cache else ''}, stored by {self.method}"
+
+
+def under_published_names(located: Mapping[str, LocatedTensor], names: SourceNames) -> Mapping[str, LocatedTensor]:
+    """The tensors under the names of the published models: llm-compressor calls a Mixtral's w1, w3 and w2 by the names
+    that most families have."""
+    usual = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
+    if not names.experts or names.gate in usual:
+        return located
+    pattern = re.compile(rf"({re.escape(names.experts)}\d+\.)({'|'.join(usual)})\.")
+    return {pattern.sub(lambda m: f"{m[1]}{usual[m[2]]}.", name): tensor for name, tensor in located.items()}
 
 
 def deviations(found: Mapping[str, LocatedTensor], layout: Layout, within: str = "") -> Iterator[str]:

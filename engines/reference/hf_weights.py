@@ -19,7 +19,7 @@ from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import names_of
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
-from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.hf.stored import read_stored, under_published_names
 from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.engines.quantize.algorithms import make_linear
@@ -85,7 +85,7 @@ class QuantizedFolder:
         located = locate_tensors(folder)
         stored.check(folder, model, located)
         self._dtype = dtype
-        self._tensors = MappedTensors(located, device)
+        self._tensors = MappedTensors(under_published_names(located, self._names), device)
 
     def embedding(self) -> tuple[torch.Tensor, ...]:
         return (self._float(f"{self._names.embedding}.weight"),)
