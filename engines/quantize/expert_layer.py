@@ -34,10 +34,11 @@ class ExpertLayer(torch.nn.Module):
         return {name: linear for mlp, part in pairs for name, linear in zip(mlp, part, strict=True)}  # type: ignore[call-overload]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute as transformers does, rounding included, so that scales of the layers after it are ModelOpt's."""
         x = hidden.flatten(0, -2)
-        shares, chosen = route(x, self._router, self._facts)
+        scores = torch.nn.functional.linear(x, self._router.to(x.dtype)).float()
         held = [partial(self._compute, number) for number in range(self._facts.count)]
-        return weighted_sum(x, shares, chosen, held).to(x.dtype).view_as(hidden)
+        return weighted_sum(x, *route(scores, self._facts), held, 0, x.dtype).view_as(hidden)
 
     def _compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self._parts[number]  # type: ignore[misc]

@@ -45,18 +45,16 @@ class ExpertMlp(Mlp):
 
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         x: torch.Tensor = operand
-        shares, chosen = route(x, self.router, self.facts)
-        return weighted_sum(x, shares, chosen, self.held, self.first).to(dtype)
+        shares, chosen = route(functional.linear(x.float(), self.router), self.facts)
+        # TensorRT-LLM sums in float32 too.
+        return weighted_sum(x, shares, chosen, self.held, self.first, torch.float32).to(dtype)
 
 
-def route(x: torch.Tensor, router: torch.Tensor, facts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares [T, top_k] float32 of the experts of each token, and their numbers [T, top_k]."""
-    scores = functional.linear(x.float(), router.float())
-    if facts.normalize:
-        best = scores.topk(facts.top_k, dim=-1)
-        return best.values.softmax(dim=-1), best.indices
-    best = scores.softmax(dim=-1).topk(facts.top_k, dim=-1)
-    return best.values, best.indices
+def route(scores: torch.Tensor, facts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares [T, top_k] of the experts of each token, and their numbers, from the router's scores [T, E] float32."""
+    shares, chosen = scores.softmax(dim=-1).topk(facts.top_k, dim=-1)
+    # The same as the softmax over the chosen scores.
+    return shares / shares.sum(dim=-1, keepdim=True) if facts.normalize else shares, chosen
 
 
 def weighted_sum(
@@ -64,13 +62,12 @@ def weighted_sum(
     shares: torch.Tensor,
     chosen: torch.Tensor,
     held: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-    first: int = 0,
+    first: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Sum over the experts `held`, those from number `first` on, for each token: [T, h] float32.
-
-    It is in float32 and in the order of the experts, as TensorRT-LLM's is.
-    """
-    out = torch.zeros_like(x, dtype=torch.float32)
+    """Sum over the experts `held`, those from number `first` on, for each token: [T, h], added up in `dtype` and in the
+    order of the experts."""
+    out = torch.zeros_like(x, dtype=dtype)
     order, (_, top_k) = chosen.flatten().argsort(stable=True), chosen.shape
     end = 0
     for number, count in enumerate(chosen.flatten().bincount(minlength=first + len(held)).tolist()):
@@ -78,7 +75,8 @@ def weighted_sum(
         if count and first <= number < first + len(held):
             picked = order[start:end]
             rows = picked // top_k
-            out.index_add_(0, rows, held[number - first](x[rows]).float() * shares.flatten()[picked, None])
+            made = held[number - first](x[rows]) * shares.flatten()[picked, None]
+            out.index_add_(0, rows, made.to(dtype))
     return out
 
 

@@ -83,7 +83,7 @@ def test_shares_of_a_token(normalize: bool, shares: list[float]) -> None:
     # Scores 3, 2, 1 and -inf, almost: the softmax over all of them, or over the best two.
     router = torch.tensor([[1.0], [3.0], [-1e9], [2.0]])
     facts = Experts(count=4, top_k=2, normalize=normalize, intermediate_size=1)
-    found, chosen = route(torch.ones(1, 1), router, facts)
+    found, chosen = route(router.t(), facts)
     assert chosen.tolist() == [[1, 3]]
     torch.testing.assert_close(found, torch.tensor([shares]), atol=1e-6, rtol=0)
 
