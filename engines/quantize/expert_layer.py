@@ -24,14 +24,13 @@ class ExpertLayer(torch.nn.Module):
         super().__init__()
         self._names, self._facts = names, facts
         self._router = weights[f"{names.router}.weight"]
-        self._parts = torch.nn.ModuleList(
-            torch.nn.ModuleList(_linear(weights[f"{name}.weight"]) for name in mlp) for mlp in names.mlps
-        )
+        self._mlps = [tuple(_linear(weights[f"{name}.weight"]) for name in mlp) for mlp in names.mlps]
+        # ModelOpt finds the linears here, and makes them quantized ones in place.
+        self._linears = torch.nn.ModuleList(linear for mlp in self._mlps for linear in mlp)
 
     def linears(self) -> dict[str, torch.nn.Module]:
         """The experts' linears by their names within the layer."""
-        pairs = zip(self._names.mlps, self._parts, strict=True)
-        return {name: linear for mlp, part in pairs for name, linear in zip(mlp, part, strict=True)}  # type: ignore[call-overload]
+        return dict(zip((name for mlp in self._names.mlps for name in mlp), self._linears, strict=True))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute as transformers does, rounding included, so that scales of the layers after it are ModelOpt's."""
@@ -41,7 +40,7 @@ class ExpertLayer(torch.nn.Module):
         return weighted_sum(x, *route(scores, self._facts), held, 0, x.dtype).view_as(hidden)
 
     def _compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = self._parts[number]  # type: ignore[misc]
+        gate, up, down = self._mlps[number]
         made: torch.Tensor = down(torch.nn.functional.silu(gate(x)) * up(x))
         return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -15,7 +15,8 @@ from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mlp import Mlp
 
 
-class Expert(NamedTuple):
+@dataclass(frozen=True)
+class Expert:
     """Linears of one expert: h hidden, f MLP features of the rank."""
 
     fc: Linear  # h -> 2 f, those of up and then those of gate, the activated one

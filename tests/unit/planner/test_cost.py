@@ -117,7 +117,7 @@ def experts(tokens: int, **mapping: int) -> float:
     """Seconds that a step of Mixtral 8x7B takes for its products, in bytes read at 1 TB/s, less the experts' part."""
     step = Step(context=0, decoding=tokens, cached=0, work=0, logits=0)
     made = StepCost.of(find_shape("mixtral-8x7b")[1], BF16, Mapping(**mapping), UNQUANTIZED, GPU, IDEAL)
-    return made.parts(step).products * 1e12 - made.weight_bytes
+    return float(made.parts(step).products) * 1e12 - made.weight_bytes
 
 
 def test_experts_that_no_token_picks_are_not_read() -> None:

@@ -16,7 +16,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import Stored, read_stored
 from trtpipe.engines.reference.hf_weights import QuantizedFolder
-from trtpipe.engines.reference.mlp import Each, OneInput
+from trtpipe.engines.reference.mlp import Each, GatedMlp, OneInput
 
 # Case -> algorithm, and the relative error that the rounding of inputs in [-2, 2] may cause.
 READ = {
@@ -63,6 +63,7 @@ def test_a_folder_computes_what_its_codes_stand_for(
     source = QuantizedFolder(folder, torch.float32)
     (shard,) = source.layer(1)
     x, down = torch.rand(9, 128) * 4 - 2, torch.rand(9, 192) * 4 - 2
+    assert isinstance(shard.mlp, GatedMlp)
     assert isinstance(shard.mlp.branches, (Each, OneInput))
     prefix = "model.layers.1."
     for linear, name, inputs in (

@@ -29,6 +29,7 @@ import torch
 
 from trtpipe.engines.quantize.algorithms import Arithmetic
 from trtpipe.engines.reference.linear import Plain
+from trtpipe.engines.reference.mlp import GatedMlp
 
 
 class Shift(Arithmetic):
@@ -108,7 +109,9 @@ def test_it_is_stored_and_computed(
     opened = open_model(out, torch.device("cpu"))
     assert opened.config.quantization.quant_algo is shift
     x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).unsqueeze(0)
-    first, _ = opened.layer(1)[0].mlp.branches(x)
+    mlp = opened.layer(1)[0].mlp
+    assert isinstance(mlp, GatedMlp)
+    first, _ = mlp.branches(x)
     assert torch.allclose(first.float(), x.float() @ (codes * power[:, None]).T, rtol=0.02, atol=0.02)
 
 

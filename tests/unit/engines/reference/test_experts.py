@@ -54,13 +54,14 @@ def engine(source: Path, out: Path, mapping: Mapping, batch: int) -> Path:
 
 def texts(folder: Path, prompts: list[tuple[int, ...]], **options: Any) -> tuple[list[list[int]], int]:
     """The answers, and the number of blocks that were reused for them."""
-    runtime, out = Runtime(folder, **options), [[] for _ in prompts]  # type: tuple[Runtime, list[list[int]]]
+    runtime = Runtime(folder, **options)
+    out: dict[Any, list[int]] = {number: [] for number in range(len(prompts))}
     for number, prompt in enumerate(prompts):
         runtime.submit(Request(id=number, prompt=prompt, max_tokens=NEW))
     while runtime.has_work:
         for output in runtime.step():
-            out[output.id] += output.tokens  # type: ignore[index]
-    return out, runtime.stats()["kv_reused_blocks"]
+            out[output.id] += output.tokens
+    return list(out.values()), runtime.stats()["kv_reused_blocks"]
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 4), (4, 2, 2)])
