@@ -22,6 +22,7 @@ from trtpipe.engines.checkpoint.memory import rank_bytes
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import UNQUANTIZED, Algorithm, QuantAlgo, Quantization, resolve_precision
+from trtpipe.engines.reference.mlp import GatedMlp
 
 NAME = "W8A16_SHIFT"
 MODULE = '''
@@ -29,7 +30,6 @@ import torch
 
 from trtpipe.engines.quantize.algorithms import Arithmetic
 from trtpipe.engines.reference.linear import Plain
-from trtpipe.engines.reference.mlp import GatedMlp
 
 
 class Shift(Arithmetic):
