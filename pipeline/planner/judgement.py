@@ -33,6 +33,12 @@ def judge(
     target.gpu.require_ranks(target.mapping.world_size)
     if not target.stored:
         check_expert_format(model, target.quantization, form)
+    if model.experts is not None and target.gpu.is_cpu and form != "trtllm" and target.quantization.quant_algo:
+        raise UsageError(
+            "vLLM does not execute quantized experts on a CPU",
+            why="it has kernels for them on GPUs alone",
+            remedy="use --runtime reference, or --dtype bf16",
+        )
     check_mapping(model, target.mapping, quantization=target.quantization)
     if not build.streamingllm:
         remedy = f"set build.max_seq_len={model.longest_sequence} or less"
