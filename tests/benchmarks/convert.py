@@ -9,7 +9,7 @@ last write returns; none waits for the disk to have it. Memory is the peak of th
 (RssAnon), sampled every 20 ms: mapped and cached file pages are the kernel's to take back. A 70B is planned and
 moved from sparse files, which cost no disk to read.
 
-    python -m tests.benchmarks.convert SCRATCH [--sizes 1b,8b] [--report FILE.md]
+    python -m tests.benchmarks.convert SCRATCH [--sizes 1b,8b,moe] [--report FILE.md]
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ SIZES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "tie_word_embeddings": False},
+    "moe": {"architectures": ["MixtralForCausalLM"], "hidden_size": 2048, "intermediate_size": 2816,
+            "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
             "num_key_value_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.support.factories import hf_folder
+from tests.support.factories import MIXTRAL, hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines import load_backend
@@ -24,7 +24,7 @@ from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import BuildSpec, resolve
+from trtpipe.pipeline.spec import BuildSpec, read_spec, resolve
 from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store
@@ -83,6 +83,43 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(InputDataError, match=r"has shape \[48, 32\]: config.json implies \[64, 32\]"):
         export(source, tmp_path / "out", dtype=DataType.BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "asked", "settings"),
+    [
+        ("trtllm_pytorch", {"tp": 4, "moe_ep": 2}, {"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 2}),
+        ("trtllm_pytorch", {"tp": 4}, {}),
+        ("vllm", {"tp": 4, "moe_ep": 4}, {"enable-expert-parallel": True}),
+        ("vllm", {"tp": 4, "moe_tp": 4}, {}),
+    ],
+)
+def test_settings_of_ranks_that_divide_experts(
+    in_folder: Path, runtime: str, asked: dict[str, int], settings: dict[str, Any]
+) -> None:
+    chosen = plan(hf_folder(in_folder / "tiny", **MIXTRAL), gpu="h100", dtype="bf16", runtime=runtime, **asked)
+    (text,) = load_backend(runtime).rendered(chosen.build, chosen.engine_target).values()
+    found = yaml.safe_load(text)
+    assert {name: value for name, value in found.items() if "moe" in name or "expert" in name} == settings
+
+
+def test_groups_of_experts_that_a_runtime_has_not(in_folder: Path) -> None:
+    model = hf_folder(in_folder / "tiny", **MIXTRAL)
+    with pytest.raises(UsageError, match="vLLM does not divide experts among 2 groups of ranks"):
+        plan(model, gpu="h100", dtype="bf16", runtime="vllm", tp=4, moe_ep=2)
+    with pytest.raises(UsageError, match="vLLM does not execute quantized experts on a CPU"):
+        plan(model, gpu="cpu", dtype="int8-pc-pt", runtime="vllm")
+    with pytest.raises(UsageError, match="moe_ep_size 2 is for a model with experts, and this one has none"):
+        plan(hf_folder(in_folder / "dense"), gpu="h100", dtype="bf16", runtime="trtllm_pytorch", tp=4, moe_ep=2)
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("a100", "int8-wo"), ("h100", "fp8-kv")])
+def test_the_automatic_precision_of_a_model_with_experts(in_folder: Path, gpu: str, dtype: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    chosen = plan(hf_folder(in_folder / "tiny", **sizes, **MIXTRAL), gpu=gpu, dtype="auto", runtime="tensorrt_llm")
+    assert chosen.precision.name == dtype
+    # On another machine the family is not known again.
+    assert read_spec(chosen.to_json(), "spec").precision.name == dtype
 
 
 def made(model: Path, store: Store, runtime: str, **options: Any) -> tuple[BuildSpec, Path]:

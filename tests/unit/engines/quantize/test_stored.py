@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.factories import QWEN2, QWEN3, hf_folder
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import SIZES, stored_folder
 from tests.unit.engines.hf.test_inspection import quantized
 from trtpipe.engines.base import Mapping
@@ -76,6 +76,51 @@ def test_the_checkpoint_is_the_one_of_our_own_quantization(
     assert names == sorted(path.name for path in (tmp_path / "made").iterdir())
     for name in names:
         assert (ours / name).read_bytes() == (tmp_path / "made" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_experts_become_the_checkpoint_of_our_own_quantization(tmp_path: Path, family: dict[str, Any]) -> None:
+    source = hf_folder(tmp_path / "source", **SIZES, **family)
+    torch.manual_seed(0)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "experts" in name or "proj" in name:
+            codes = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            codes[0, 0] = 448
+            tensors[name] = (codes * 2.0**-10).bfloat16()
+    save_file(tensors, source / "model.safetensors")
+    quantization, mapping = Quantization(quant_algo=QuantAlgo.FP8), {"tp_size": 2, "moe_ep_size": 2}
+    ours = quantized(source, tmp_path / "ours", quantization, "trtllm", **mapping)
+    for form in ("hf", "compressed-tensors"):
+        folder, made = quantized(source, tmp_path / form, quantization, form), tmp_path / f"{form}-made"
+        # llm-compressor's names of a Mixtral's experts, and another scale of the inputs of one expert.
+        codes = load_file(folder / "model.safetensors")
+        usual = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+        for ours_name, theirs in usual.items() if form == "compressed-tensors" else ():
+            codes = {name.replace(ours_name, theirs): tensor for name, tensor in codes.items()}
+        first = next(name for name in codes if "experts.0." in name and name.endswith("input_scale"))
+        codes[first] = codes[first] / 4
+        save_file(codes, folder / "model.safetensors")
+        assert inspect(folder).problems == ()
+        assert converted(folder, made, **mapping) == 0
+        for rank in ("rank0.safetensors", "rank1.safetensors"):
+            found, wanted = load_file(made / rank), load_file(ours / rank)
+            assert found.keys() == wanted.keys()
+            for name in wanted:
+                near = torch.allclose(found[name].float(), wanted[name].float(), rtol=0.004)
+                assert near if name.endswith("factor") else torch.equal(found[name].float(), wanted[name].float()), name
+
+
+def test_experts_of_no_engine_are_refused(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", **SIZES, **MIXTRAL)
+    rows = Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+    folder = quantized(source, tmp_path / "folder", rows, "compressed-tensors")
+    (out := tmp_path / "out").mkdir()
+    with pytest.raises(
+        UsageError, match="experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format trtllm"
+    ):
+        stored.convert_stored(folder, out, mapping=Mapping(), log=tmp_path / "log")
+    assert list(out.iterdir()) == []
 
 
 def test_matrices_of_one_input_get_the_largest_of_their_scales(tmp_path: Path) -> None:
