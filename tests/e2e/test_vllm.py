@@ -246,7 +246,7 @@ def test_a_python_without_vllm_is_refused_before_anything_starts(served: Served,
 
 # Loads one folder after another, and prints greedy tokens and the log-probabilities of the likeliest first tokens.
 SEVERAL = """
-import json, sys
+import gc, json, sys
 from vllm import LLM, SamplingParams
 for folder, dtype in json.loads(sys.argv[1]).items():
     model = LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
@@ -255,6 +255,9 @@ for folder, dtype in json.loads(sys.argv[1]).items():
     answer = model.generate([{"prompt_token_ids": json.loads(sys.argv[2])}], asked, use_tqdm=False)[0].outputs[0]
     first = {token: one.logprob for token, one in answer.logprobs[0].items()}
     print("ANSWER", json.dumps([list(answer.token_ids), first]))
+    # Before the next is made: the end of one takes down what both would use.
+    del model
+    gc.collect()
 """
 
 
