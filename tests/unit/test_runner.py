@@ -76,7 +76,7 @@ def settled(folder: Path) -> Path:
 
 def plan(model: Path, *assignments: str, gpu: str = "cpu", dtype: str = "fp32", **options: Any) -> BuildSpec:
     layer = {"model": str(model), "gpu": gpu, "dtype": dtype, **options}
-    return resolve([("option", layer), set_layer([*SIZES, *assignments])])
+    return resolve([("option", layer), set_layer(SIZES), set_layer(list(assignments))])
 
 
 def build(made: BuildSpec, store: Store, **options: Any) -> dict[str, tuple[str, str]]:
