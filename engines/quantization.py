@@ -350,10 +350,12 @@ def resolve_precision(
     recipes: Mapping[str, QuantRecipe],
     kv_cache: str | None = None,
     group_size: int | None = None,
+    runtime: str | None = None,
 ) -> Precision:
     """Precision for `gpu` from --dtype, --kv-cache and a group size; a requested value is never replaced.
 
-    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
+    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU and where
+    `runtime`, if it is known, does not read the other.
     Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
@@ -364,7 +366,7 @@ def resolve_precision(
         )
     reason, automatic = "requested", requested == "auto"
     if automatic:
-        requested, reason = _automatic(gpu)
+        requested, reason = _automatic(gpu, runtime)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
         dtype = FLOAT_NAMES[requested]
@@ -393,12 +395,16 @@ def resolve_precision(
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
-def _automatic(gpu: GpuSpec) -> tuple[str, str]:
-    """(name, reason) of the precision that `auto` stands for on `gpu`."""
+def _automatic(gpu: GpuSpec, runtime: str | None) -> tuple[str, str]:
+    """(name, reason) of the precision that `auto` stands for on `gpu`, with `runtime` if it is known."""
     if gpu.sm is None:
         return "bf16", "the CPU computes bfloat16"
     if gpu.sm in FP8_SMS:
         return "fp8-kv", f"SM{gpu.sm} computes FP8, weights and KV cache"
+    from trtpipe.engines.backends.base import reads  # here: backends import this module
+
+    if runtime is not None and not reads(runtime, QuantAlgo.W8A8_SQ_PER_CHANNEL):
+        return "bf16", f"SM{gpu.sm} has no FP8, and {runtime} reads no INT8 for its tensor cores"
     return "int8-sq", f"SM{gpu.sm} has no FP8, and computes INT8"
 
 

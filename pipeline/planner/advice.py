@@ -219,7 +219,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     try:
         recipes, cache, group = facts.load_quant_recipes(), question.kv_cache, question.group_size
         if question.stored is None:
-            precision = resolve_precision(dtype, gpu, recipes, cache, group)
+            precision = resolve_precision(dtype, gpu, recipes, cache, group, question.runtime)
         else:
             precision = stored_precision(question.model, question.stored, dtype, gpu, recipes, cache, group)
             require_readable(question.model, question.stored, question.runtime)
