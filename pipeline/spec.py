@@ -229,8 +229,8 @@ def resolve(
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
+    experts = shape is not None and shape.experts is not None
     if model.stored is None:
-        experts = shape is not None and shape.experts is not None
         precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime, experts=experts)
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
