@@ -24,6 +24,8 @@ from trtpipe.engines.toolchain import version_key
 NAME = "passport.json"
 # More ranks than any engine has; a deployment creates objects for each rank.
 MAX_RANKS = 4096
+# Facts that a passport leaves out where they have these values.
+_OPTIONAL: dict[str, Any] = {"moe_ep_size": 1, "weights": {}}
 # Settings that name the source of a model's weights.
 WEIGHTS = ("model", "source", "revision")
 
@@ -73,11 +75,14 @@ class Passport:
     def target(self) -> str:
         return self.gpu if self.sm is None else f"{self.gpu} (SM{self.sm})"
 
+    def to_json(self) -> dict[str, Any]:
+        """Content of passport.json, without what it may leave out: passports were written before it was known."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value != _OPTIONAL[name]
+        }
+
     def write(self, folder: Path) -> None:
-        facts = asdict(self)
-        if self.moe_ep_size == 1:  # of most models, and of all passports before this field
-            del facts["moe_ep_size"]
-        write_json(folder / NAME, facts)
+        write_json(folder / NAME, self.to_json())
 
 
 def make_passport(

@@ -358,13 +358,14 @@ def resolve_precision(
     recipes: Mapping[str, QuantRecipe],
     kv_cache: str | None = None,
     group_size: int | None = None,
+    runtime: str | None = None,
     *,
     experts: bool = False,
 ) -> Precision:
     """Precision for `gpu` from --dtype, --kv-cache and a group size; a requested value is never replaced.
 
     `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, or INT8 weights alone for a
-    model with experts, bfloat16 on the CPU.
+    model with experts, bfloat16 on the CPU and where `runtime`, if it is known, does not read the other.
     Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
@@ -375,7 +376,7 @@ def resolve_precision(
         )
     reason, automatic = "requested", requested == "auto"
     if automatic:
-        requested, reason = _automatic(gpu, experts=experts)
+        requested, reason = _automatic(gpu, runtime, experts=experts)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
         dtype = FLOAT_NAMES[requested]
@@ -404,15 +405,21 @@ def resolve_precision(
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
-def _automatic(gpu: GpuSpec, *, experts: bool) -> tuple[str, str]:
-    """(name, reason) of the precision that `auto` stands for on `gpu`."""
+def _automatic(gpu: GpuSpec, runtime: str | None, *, experts: bool) -> tuple[str, str]:
+    """(name, reason) of the precision that `auto` stands for on `gpu`, with `runtime` if it is known."""
     if gpu.sm is None:
         return "bf16", "the CPU computes bfloat16"
     if gpu.sm in FP8_SMS:
         return "fp8-kv", f"SM{gpu.sm} computes FP8, weights and KV cache"
+    from trtpipe.engines.backends.base import reads  # here: backends import this module
+
+    algo, name = QuantAlgo.W8A8_SQ_PER_CHANNEL, "int8-sq"
+    why = f"SM{gpu.sm} has no FP8, and computes INT8"
     if experts:
-        return "int8-wo", f"SM{gpu.sm} has no FP8, and experts take no INT8 inputs"
-    return "int8-sq", f"SM{gpu.sm} has no FP8, and computes INT8"
+        algo, name, why = QuantAlgo.W8A16, "int8-wo", f"SM{gpu.sm} has no FP8, and experts take no INT8 inputs"
+    if runtime is not None and not reads(runtime, algo):
+        return "bf16", f"SM{gpu.sm} has no FP8, and {runtime} reads no INT8 that would do"
+    return name, why
 
 
 def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:

@@ -178,7 +178,7 @@ def _require_precision(found: list[Layer], runtime: str) -> None:
 
     def refusal(dtype: str, runtime: str, kv_cache: str | None = None) -> UsageError | None:
         try:
-            recipe = resolve_precision(dtype, gpu, recipes, kv_cache).recipe
+            recipe = resolve_precision(dtype, gpu, recipes, kv_cache, runtime=runtime).recipe
             quantization = UNQUANTIZED if recipe is None else recipe.quantization
             target = Target(gpu=gpu, mapping=Mapping(), quantization=quantization, toolchain=toolchain)
             load_backend(runtime).resolve(BuildConfig(), target)

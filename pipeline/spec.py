@@ -164,8 +164,6 @@ def recipe_layer(path: str) -> Layer:
             f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
         )
     raw = read.read_yaml(file)
-    if not raw:
-        raise read.ConfigError(f"{file} is empty", remedy="name a model and a GPU in it, as `trtpipe recipes` does")
     return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
 
 
@@ -175,12 +173,14 @@ def set_layer(words: list[str]) -> Layer:
 
 
 def assignments(words: list[str]) -> dict[str, Any]:
-    """The values of `--set` options by dotted name; the last of a name counts. Raises UsageError."""
+    """The values of `--set` options by dotted name, each given once. Raises UsageError."""
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise UsageError(f"--set {word} is not NAME=VALUE", remedy="write for example build.max_batch_size=16")
+        if name in values:
+            raise UsageError(f"--set {name} is given more than once", remedy="give it once")
         values[name] = read.parse_yaml_value(text, f"--set {name}")
     return values
 
@@ -226,15 +226,15 @@ def resolve(
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     recipes = facts.load_quant_recipes()
     shape = None if recorded else _shape(model_name, required="load" in chosen)
-    experts = shape is not None and shape.experts is not None
-    if model.stored is None:
-        precision = resolve_precision(requested, gpu, recipes, cache, group_size, experts=experts)
-    else:
-        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
-    accept_accuracy = _flag(chosen, "accept_accuracy")
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
+    experts = shape is not None and shape.experts is not None
+    if model.stored is None:
+        precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime, experts=experts)
+    else:
+        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
+    accept_accuracy = _flag(chosen, "accept_accuracy")
     toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
@@ -259,10 +259,9 @@ def resolve(
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
     )
-    if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
-        raise UsageError(
-            f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"
-        )
+    window = "serving.max_attention_window_size"
+    if serving.max_attention_window_size is not None and window in backend.FIXED:
+        raise UsageError(f"{window} is not for the {runtime} runtime", why=backend.FIXED[window][1])
 
     def origin(name: str, otherwise: str = "default") -> str:
         return chosen[name][1] if name in chosen else otherwise

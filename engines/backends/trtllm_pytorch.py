@@ -25,7 +25,6 @@ SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
-ATTENTION_WINDOW = True
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"

@@ -44,7 +44,6 @@ NEEDS_ON_CPU = Needs(
 )
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
 SEQUENCES_PER_STUB = 64
-ATTENTION_WINDOW = True
 ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"

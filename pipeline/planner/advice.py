@@ -221,7 +221,9 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         recipes, cache, group = facts.load_quant_recipes(), question.kv_cache, question.group_size
         if question.stored is None:
             shape = question.shape
-            precision = resolve_precision(dtype, gpu, recipes, cache, group, experts=shape.experts is not None)
+            precision = resolve_precision(
+                dtype, gpu, recipes, cache, group, question.runtime, experts=shape.experts is not None
+            )
             coded = quantization(precision)
             check_expert_format(shape, coded, checkpoint_form(question.runtime, coded.quant_algo))
         else:

@@ -59,7 +59,7 @@ def describe(
         "target": run.path.name,
         "model": spec.model.to_json(),
         "settings": spec.settings,
-        "passport": dataclasses.asdict(passport),
+        "passport": passport.to_json(),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
         "provenance": signed(statement(run, store), sign_key),
     }

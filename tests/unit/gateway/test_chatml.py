@@ -78,9 +78,9 @@ def test_thinking_is_turned_off_by_a_setting_of_the_template(folder: Path) -> No
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         silent = {"chat_template_kwargs": {"enable_thinking": False}}
-        for settings, prompt in (({}, PROMPT), ({"chat_template_kwargs": {"enable_thinking": True}}, PROMPT),
-                                 (silent, SILENT)):  # fmt: skip
-            answer = (await client.post(CHAT, json=chat(**settings))).json()
+        loud = {"chat_template_kwargs": {"enable_thinking": True}}
+        for settings, prompt in (({}, PROMPT), (loud, PROMPT), (silent, SILENT)):
+            answer = (await client.post(CHAT, json={**chat(), **settings})).json()
             assert answer["choices"][0]["message"]["content"] == "ok"
             assert triton.asked.pop().prompt == tokens_of(folder, prompt)
         messages = chat()["messages"]

@@ -401,7 +401,11 @@ def test_a_repository_of_another_kind(server: Hub, folder: Path, out: Path) -> N
 
 def built(model: str, tmp_path: Path, *assignments: str, until: str = "download", **options: Any) -> None:
     spec = resolve(
-        [("option", {"model": model, "gpu": "cpu", "dtype": "fp32", **options}), set_layer([*SIZES, *assignments])]
+        [
+            ("option", {"model": model, "gpu": "cpu", "dtype": "fp32", **options}),
+            set_layer(SIZES),
+            set_layer(list(assignments)),
+        ]
     )
     execute(spec, Store(tmp_path / "home"), Recorder(), until=until)
 
