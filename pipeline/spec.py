@@ -14,7 +14,7 @@ from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target
+from trtpipe.engines.backends.base import Target, checkpoint_form
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
@@ -43,6 +43,8 @@ SCALARS = (
     "executor",
     "tp",
     "pp",
+    "moe_tp",
+    "moe_ep",
     "load",
     "accept_accuracy",
 )
@@ -106,21 +108,31 @@ class BuildSpec:
 
     @property
     def target(self) -> str:
-        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp
-        and pp above 1, another runtime or toolchain."""
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp,
+        pp and ep (groups of experts) above 1, another runtime or toolchain."""
         parts = [self.model.name, self.gpu.name, self.precision.name]
         parts += [
-            f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
-        ]
+            f"{name}{size}"
+            for name, size in (
+                ("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size), ("ep", self.mapping.moe_ep_size),
+            )
+            if size > 1
+        ]  # fmt: skip
         parts += [self.runtime] if self.runtime != self.usual_runtime else []
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
+
+    @property
+    def form(self) -> str:
+        """The checkpoint format that the runtime is given; that of a model which came quantized is left as it is."""
+        stored, algo = self.precision.stored, self.quantization.quant_algo
+        return load_backend(self.runtime).FORM if stored else checkpoint_form(self.runtime, algo)
 
     def judge(self, model: ModelConfig) -> None:
         """Raises UsageError for what `model`, the config of the spec's model, makes impossible. It costs nothing."""
         judge(
             model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
-            in_memory=not load_backend(self.runtime).ANYWHERE,
+            form=self.form, in_memory=not load_backend(self.runtime).ANYWHERE,
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
@@ -217,8 +229,9 @@ def resolve(
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
+    experts = shape is not None and shape.experts is not None
     if model.stored is None:
-        precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime)
+        precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime, experts=experts)
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
@@ -237,7 +250,7 @@ def resolve(
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
-    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
+    mapping = _mapping(chosen)
     target = Target(
         gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
         dtype=precision.dtype,
@@ -266,6 +279,7 @@ def resolve(
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
+        *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if quantization.calibrated and not precision.stored:
@@ -283,6 +297,8 @@ def resolve(
     plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
     if runtime != of_gpu.runtime:
         plain["runtime"] = runtime  # on another machine the family is not known again
+    if experts and requested == "auto":
+        plain["dtype"] = precision.recipe.name if precision.recipe else precision.name  # likewise
     grouped: dict[str, Any] = {}
     for value in values:
         group, dot, name = value.name.partition(".")
@@ -373,6 +389,11 @@ def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
     return value
+
+
+def _mapping(chosen: dict[str, tuple[Any, str]]) -> Mapping:
+    moe = (_count(chosen, name) if name in chosen else None for name in ("moe_tp", "moe_ep"))
+    return Mapping.of(_count(chosen, "tp"), _count(chosen, "pp"), *moe)
 
 
 def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trtpipe.engines.base import Mapping as Ranks
+from trtpipe.engines.checkpoint.experts import expert_act_fault, expert_shapes, plan_experts
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import Family
@@ -81,6 +83,8 @@ class Llama(Family):
         }
 
     def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
+        if self.expert_size:
+            return expert_act_fault(raw)
         act = raw.get("hidden_act")
         return "" if act in (None, "silu") else f"hidden_act is {act!r}, not silu"
 
@@ -128,13 +132,15 @@ class Llama(Family):
                 out[f"{name}.bias"] = (rows,)
         if self.head_norms(model):
             out |= {f"{name}.weight": (model.head_size,) for name in (names.q_norm, names.k_norm)}
+        if model.experts is not None:
+            return out | expert_shapes(model.experts, hidden, names)
         out[f"{names.gate}.weight"] = (ffn, hidden)
         out[f"{names.up}.weight"] = (ffn, hidden)
         out[f"{names.down}.weight"] = (hidden, ffn)
         return out
 
-    def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
-        names, hidden, ffn = self.names, model.hidden_size, model.intermediate_size
+    def plan_layer(self, model: Geometry, mapping: Ranks, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+        names, hidden, ffn, tp = self.names, model.hidden_size, model.intermediate_size, mapping.tp_size
         q_rows = share(model.num_attention_heads * model.head_size, tp, tp_rank)
         kv_rows = kv_head_rows(model, tp, tp_rank)
         ffn_rows = share(ffn, tp, tp_rank)
@@ -162,6 +168,9 @@ class Llama(Family):
             yield TensorPlan(ours + "attention.q_layernorm.weight", (size,), weight(names.q_norm, (0, size)))
             yield TensorPlan(ours + "attention.k_layernorm.weight", (size,), weight(names.k_norm, (0, size)))
         yield TensorPlan(ours + "post_layernorm.weight", (hidden,), weight(names.post_norm, (0, hidden)))
+        if model.experts is not None:
+            yield from plan_experts(model.experts, hidden, names, mapping, tp_rank, ours, theirs)
+            return
         # TensorRT-LLM computes act(fc(x)) * gate(x): its fc is gate_proj, its gate is up_proj.
         yield TensorPlan(ours + "mlp.fc.weight", (ffn // tp, hidden), weight(names.gate, ffn_rows))
         yield TensorPlan(ours + "mlp.gate.weight", (ffn // tp, hidden), weight(names.up, ffn_rows))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trtpipe.engines.checkpoint.experts import moe_block
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.llama import Llama
 from trtpipe.engines.hf.config_fields import ConfigFields
@@ -22,17 +23,6 @@ SEQ_LENGTH = 8192
 NEEDED = ("qwen_type", "seq_length", "attn_bias")
 # transformers' first layer with a window, where config.json does not say.
 FIRST_WINDOWED = 28
-NO_EXPERTS = {
-    "num_experts": 0,
-    "shared_expert_intermediate_size": 0,
-    "top_k": 0,
-    "normalization_mode": 0,
-    "sparse_mixer_epsilon": 0.01,
-    "tp_mode": 0,
-    "device_limited_n_group": 0,
-    "device_limited_topk_group": 0,
-    "device_limited_routed_scaling_factor": 1.0,
-}
 
 
 class Qwen(Llama):
@@ -70,8 +60,8 @@ class Qwen(Llama):
             "seq_length": SEQ_LENGTH,
             "use_logn_attn": False,
             "num_labels": 1,
-            "moe": dict(NO_EXPERTS),
-            "moe_intermediate_size": 0,
+            "moe": moe_block(model.experts),
+            "moe_intermediate_size": model.experts.intermediate_size if model.experts else 0,
             "moe_shared_expert_intermediate_size": 0,
             "mlp_only_layers": [],
             "decoder_sparse_step": 1,

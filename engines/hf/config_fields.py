@@ -12,6 +12,7 @@ from typing import Any
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.model_config import Experts
 from trtpipe.engines.sizes import excess
 
 
@@ -54,6 +55,19 @@ class ConfigFields:
             return DataType(value)
         except ValueError:
             raise InputDataError(f"{self.path}: dtype {value!r} is none of bfloat16, float16, float32") from None
+
+    def experts(self, counts: tuple[str, ...], size: str, *, normalize: bool) -> Experts:
+        """The experts of every layer; `counts` are keys of their number, any will do, `size` that of their features.
+
+        transformers 5 writes num_local_experts for families whose published configs say num_experts.
+        """
+        stated = {key: self.count(key) for key in counts if self.raw.get(key) is not None}
+        _require_one(self.path, stated)
+        count = next(iter(stated), counts[0])
+        number, top_k = self.count(count), self.count("num_experts_per_tok")
+        if top_k > number:
+            raise InputDataError(f"{self.path}: num_experts_per_tok {top_k} exceeds {count} {number}")
+        return Experts(count=number, top_k=top_k, normalize=normalize, intermediate_size=self.count(size))
 
     def rotary(self) -> tuple[float, dict[str, Any] | None]:
         """(rotary_base, rotary_scaling) from either form, for whole heads. Also raises if the two forms contradict."""

@@ -18,6 +18,8 @@ from trtpipe.pipeline.cli.options import (
     KvCache,
     Load,
     Model,
+    MoeEp,
+    MoeTp,
     Pp,
     Recipe,
     Revision,
@@ -46,6 +48,7 @@ def build(
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
     tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     bundle: Annotated[
@@ -168,6 +171,7 @@ def announce(spec: BuildSpec) -> None:
 def settings(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain each setting of the engine.")] = False,
@@ -199,6 +203,7 @@ def settings(
 def status(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,

@@ -64,6 +64,8 @@ Executor = Annotated[
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-parallel stages.")]
+MoeTp = Annotated[int | None, typer.Option("--moe-tp", help="Number of ranks that divide each expert.")]
+MoeEp = Annotated[int | None, typer.Option("--moe-ep", help="Number of rank groups that divide the experts.")]
 Load = Annotated[
     str | None,
     typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, Toolchain
+from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Toolchain
 
 HfFolder = Annotated[Path, typer.Argument(help="A Hugging Face model folder.", **FOLDER)]
 
@@ -38,6 +38,8 @@ def convert(
     dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float16 or float32.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
+    moe_tp: MoeTp = None,
+    moe_ep: MoeEp = None,
     use_parallel_embedding: Annotated[
         bool, typer.Option("--use-parallel-embedding", help="Shard the embedding table over tensor-parallel ranks.")
     ] = False,
@@ -70,7 +72,7 @@ def convert(
 
     wanted = None if dtype == "auto" else parse_float(dtype)
     release = _release(toolchain)
-    mapping = Mapping(tp_size=tp, pp_size=pp)
+    mapping = Mapping.of(tp, pp, moe_tp, moe_ep)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
     notices: list[str] = []
     stored = read_stored(hf_dir) if (hf_dir / "config.json").is_file() else None
@@ -126,6 +128,8 @@ def quantize(
     group_size: GroupSize = None,
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
+    moe_tp: MoeTp = None,
+    moe_ep: MoeEp = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a forward pass; fewer take less memory.")
@@ -160,7 +164,7 @@ def quantize(
     recipe = with_group_size(recipe, group_size)
     wanted = None if dtype == "auto" else parse_float(dtype)
     release = _release(toolchain) if form == "trtllm" else facts.find_toolchain(toolchain).name
-    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
+    layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout)
     rows = None
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
@@ -173,10 +177,12 @@ def quantize(
         _log("quantize") as log,
         console_progress.working("quantize", str(hf_dir)) as progress,
     ):
-        job.quantize(
+        notices = job.quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
             device=device, batch_tokens=batch_tokens, log=log, progress=progress,
         )  # fmt: skip
+    for notice in notices:
+        console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "recipe": recipe.name, "format": form})
         return

@@ -145,10 +145,11 @@ def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
 def test_the_log_of_a_failure_stays_and_no_other(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
 ) -> None:
-    def quantize(*arguments: object, log: Path, **more: object) -> None:
+    def quantize(*arguments: object, log: Path, **more: object) -> list[str]:
         log.write_text("what happened\n")
         if fails:
             raise StageFailed("quantizing failed", remedy=f"the log is {log}")
+        return []
 
     monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", quantize)
     done = run("quantize", model, "out", "--quant", "fp8", "--scales", model)

@@ -25,6 +25,7 @@ from trtpipe.engines.hf.folder import UnknownModel, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
+from trtpipe.engines.reference.mlp import GatedMlp
 from trtpipe.engines.reference.weights import WeightSource
 
 MODULE = """
@@ -97,8 +98,9 @@ def first_layer(source: WeightSource) -> torch.Tensor:
     """Output of a layer's linears, each fed with the one before as far as shapes allow."""
     (shard,) = source.layer(0)
     x = torch.linspace(-1, 1, 128).to(source.embedding()[0].dtype).unsqueeze(0)
-    gate, up = shard.branches(x * shard.post_norm)
-    return torch.cat([shard.qkv(x * shard.input_norm), shard.dense(x), shard.proj(gate * up)], dim=-1)
+    assert isinstance(shard.mlp, GatedMlp)
+    gate, up = shard.mlp.branches(x * shard.post_norm)
+    return torch.cat([shard.qkv(x * shard.input_norm), shard.dense(x), shard.mlp.proj(gate * up)], dim=-1)
 
 
 def test_it_is_unknown_without_the_module(tmp_path: Path) -> None:
@@ -107,8 +109,10 @@ def test_it_is_unknown_without_the_module(tmp_path: Path) -> None:
     assert sorted(families.families()) == [
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     ]
 
 

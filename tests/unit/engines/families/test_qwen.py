@@ -54,7 +54,7 @@ def test_a_config_that_no_qwen_has_is_told_in_one_line(overrides: dict[str, Any]
 @pytest.mark.parametrize(
     ("architecture", "near"),
     [
-        ("Qwen2MoeForCausalLM", "did you mean 'Qwen2ForCausalLM'?"),
+        ("Qwen2MoeForCausalLM", "did you mean 'Qwen3MoeForCausalLM'?"),
         ("Qwen3NextForCausalLM", "did you mean 'Qwen3ForCausalLM'?"),
         ("Gemma3ForCausalLM", "known: LlamaForCausalLM, "),
     ],

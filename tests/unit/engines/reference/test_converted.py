@@ -83,6 +83,7 @@ class Case:
     spelling: int = 5
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     embedding: EmbeddingSharding = EmbeddingSharding.NONE
 
 
@@ -94,6 +95,7 @@ VOCABULARY, HIDDEN = EmbeddingSharding.VOCABULARY, EmbeddingSharding.HIDDEN
 MHA = {"num_key_value_heads": 4}
 # Narrower heads than hidden_size / heads would be, as Mistral Nemo has.
 NARROW, WIDE = {"head_dim": 4}, {"head_dim": 16}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, **WIDE}
 CASES: dict[str, Case] = {
     "heads of their own": Case(config=MHA),
     "heads of their own, tp 2": Case(config=MHA, tp=2),
@@ -122,6 +124,12 @@ CASES: dict[str, Case] = {
         family="qwen3", config={**WIDE, "tie_word_embeddings": True}, tp=4, pp=3
     ),
     "qwen3, yarn, shards": Case(family="qwen3", config={**WIDE, **rope("yarn", 1e6)}, shard_size="10KB", tp=2),
+    "mixtral": Case(family="mixtral"),
+    "mixtral, tp 2": Case(family="mixtral", tp=2),
+    "mixtral, groups of experts": Case(family="mixtral", tp=4, ep=2, pp=2, shard_size="10KB"),
+    "mixtral, whole experts": Case(family="mixtral", tp=4, ep=4, stored=torch.bfloat16),
+    "qwen3_moe, groups of experts": Case(family="qwen3_moe", config=MOE, tp=4, ep=2, pp=2),
+    "qwen3_moe, shares that do not sum to 1": Case(family="qwen3_moe", config={**MOE, "norm_topk_prob": False}),
     "biases, more ranks than kv heads": Case(config={"attention_bias": True}, tp=4),
     "biases, narrow heads, stages": Case(config={"attention_bias": True, **NARROW}, tp=2, pp=2),
     "tied, tp 4": Case(config={"tie_word_embeddings": True}, tp=4),
@@ -167,7 +175,7 @@ def save(model: Any, case: Case, folder: Path) -> None:
 
 def engine(case: Case, source: Path, out: Path) -> Path:
     out.mkdir()
-    mapping = Mapping(tp_size=case.tp, pp_size=case.pp)
+    mapping = Mapping(tp_size=case.tp, pp_size=case.pp, moe_ep_size=case.ep)
     convert(source, out, dtype=DataType.FLOAT32, mapping=mapping, embedding=case.embedding)
     path = out / "config.json"
     content = {"version": "test", "pretrained_config": json.loads(path.read_text()), "build_config": BUILD}

@@ -32,6 +32,7 @@ from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.matmul import multiply
+from trtpipe.engines.reference.mlp import GatedMlp
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.number_formats import in_nvfp4_units, nvfp4_scales, pack_e2m1
 from trtpipe.engines.reference.rope import rotary_tables
@@ -394,8 +395,9 @@ def test_modelopts_folder_computes_what_modelopt_simulated(
     source = QuantizedFolder(folder, torch.float32)
     assert source.config.quantization.quant_algo is algo
     (shard,), layer = source.layer(1), simulated.model.layers[1]
+    assert isinstance(shard.mlp, GatedMlp)
     # Inputs of these two are not those of others, so that the exporter changes nothing about them.
-    for linear, theirs in ((shard.dense, layer.self_attn.o_proj), (shard.proj, layer.mlp.down_proj)):
+    for linear, theirs in ((shard.dense, layer.self_attn.o_proj), (shard.mlp.proj, layer.mlp.down_proj)):
         x = torch.randn(7, theirs.in_features) * 0.5
         # Three dimensions: ModelOpt's scale of a token is one of a number when there are two.
         assert distance(linear(x), theirs(x[None])[0]) < MODELOPT[algo][1]
