@@ -57,7 +57,7 @@ def check_expert_format(model: Geometry, quantization: Quantization, form: str) 
     raise UsageError(
         f"experts are not quantized with {algo.value} in the format {form}",
         why="no runtime computes them so",
-        remedy=f"choose one of {works}{f', or --format {others[0]}' if others else ''}",
+        remedy=f"choose one of {works}{f', or --format {others[0]}' if others else ''} (`trtpipe quants` lists them)",
     )
 
 
