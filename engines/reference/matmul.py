@@ -14,6 +14,9 @@ from trtpipe.engines.reference.cuda.fused import compiling, one_kernel
 
 # A sum of this many products of two int8 is below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
+# Numbers of rows that a packed weight is multiplied with. oneDNN keeps half a megabyte for each shape of a weight and
+# number of rows that it meets, up to 1024 times, which prompts of any length would reach.
+_PACKED_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 # Number of rows for which oneDNN chooses the layout of a packed weight.
 _TYPICAL_ROWS = 32
 # Elements of a 16-bit weight that are converted to float32 at a time: few enough for the caches.
@@ -37,8 +40,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, in] @ weight [out, in].T, both of one type; the weight may be `packed`. Columns of the result may be
     contiguous, not rows."""
     if weight.is_mkldnn:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return out
+        parts = [_packed_product(part, weight) for part in x.split(_PACKED_ROWS[-1])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     if _one_recorded(x, weight):
         return _row_product(x, weight, None, x.dtype)
     if weight.dtype == torch.float32 or weight.is_cuda:
@@ -49,6 +52,16 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # With the weight as left factor it is up to twice as fast.
         return torch.mm(weight, x.t()).t()
     return _converted_product(x, weight)
+
+
+def _packed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`multiply` by a packed weight, for at most 64 rows; rows of zeros fill them up to one of `_PACKED_ROWS`."""
+    rows = len(x)
+    missing = next(number for number in _PACKED_ROWS if number >= rows) - rows
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return out[:rows] if missing else out
 
 
 def _converted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
