@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -146,7 +147,7 @@ def test_products_of_16_bits_are_summed_in_32(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 33])
+@pytest.mark.parametrize("rows", [0, 1, 2, 33, 130])
 def test_a_packed_linear_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int) -> None:
     # A weight of 16 bits is converted in parts of three rows, the last of one row.
     monkeypatch.setattr(matmul, "_CONVERTED", 3 * 40)
@@ -168,6 +169,16 @@ def test_weights_in_float32_are_packed_where_torch_has_onednn() -> None:
     linear = Plain(torch.ones(2, 3)).pack()
     assert linear.weight.is_mkldnn == torch.backends.mkldnn.is_available()
     assert linear.weight.shape == (2, 3)
+
+
+def test_products_of_any_number_of_rows_keep_little_memory() -> None:
+    weight = matmul.packed(torch.ones(32, 32))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for rows in range(1, 300):
+        matmul.multiply(torch.ones(rows, 32), weight)
+    # oneDNN keeps 0.5 MB for each number of rows that it is called with.
+    assert process.memory_info().rss - before < 50 << 20
 
 
 def test_plain_and_stacked() -> None:
