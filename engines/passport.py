@@ -24,6 +24,8 @@ from trtpipe.engines.toolchain import version_key
 NAME = "passport.json"
 # More ranks than any engine has; a deployment creates objects for each rank.
 MAX_RANKS = 4096
+# Settings that name the source of a model's weights.
+WEIGHTS = ("model", "source", "revision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Passport:
     checkpoint  content digest of the checkpoint
     made        where it was built: image digest, GPU product, driver
     accuracy    of a quantized checkpoint: its measurements against the original, and whether a failure was accepted
+    weights     those of the settings WEIGHTS that were given; {} for a folder or file of the machine that built it
     """
 
     runtime: str
@@ -59,6 +62,7 @@ class Passport:
     build_config: dict[str, Any]
     made: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, Any] | None = None
+    weights: dict[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -74,7 +78,7 @@ class Passport:
 def make_passport(
     target: Target, build: BuildConfig, *, runtime: str, sms: tuple[int, ...] | None, versions: dict[str, str],
     dtype: str, rank_bytes: int, checkpoint: str, settings: Sequence[str], made: dict[str, str],
-    accuracy: dict[str, Any] | None,
+    accuracy: dict[str, Any] | None, weights: dict[str, str],
 ) -> Passport:  # fmt: skip
     """Make the passport of an engine for `target`; `settings` names the settings of `build` that the runtime uses."""
     algo, cache = target.quantization.quant_algo, target.quantization.kv_cache_quant_algo
@@ -97,6 +101,7 @@ def make_passport(
         build_config={name: value for name, value in asdict(build).items() if name in settings},
         made=made,
         accuracy=accuracy,
+        weights=weights,
     )
 
 

@@ -6,6 +6,7 @@ lines of aliases can expand to billions of values.
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from trtpipe.engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 # Bound of a YAML text: the largest file of configs/ has 20 kB.
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
+# Bytes of a file whose values are kept for the next time that it is read.
+_SMALL = 1 << 13
 
 
 class YamlError(ValueError):
@@ -52,7 +55,14 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
 
 def load_yaml(path: Path, *, repeats: bool = False) -> Any:
     """Parse a YAML file. Raises OSError, or ValueError as `parse_yaml` does and if the path is not a regular file."""
-    return parse_yaml(read_bounded(path, MAX_BYTES), repeats=repeats)
+    text = read_bounded(path, MAX_BYTES)
+    # One command asks for the facts in configs/ several times. What it gets is its own: it may change it.
+    return copy.deepcopy(_small(text, repeats)) if len(text) <= _SMALL else parse_yaml(text, repeats=repeats)
+
+
+@functools.lru_cache(maxsize=256)
+def _small(text: bytes, repeats: bool) -> Any:
+    return parse_yaml(text, repeats=repeats)
 
 
 def _check_events(text: str) -> None:

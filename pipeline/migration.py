@@ -15,6 +15,7 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.families import families
 from trtpipe.engines.model_source import FolderSource, GgufSource
+from trtpipe.engines.passport import WEIGHTS
 from trtpipe.engines.quantization import SHORT_NAMES, UNQUANTIZED, KvCacheQuantAlgo, resolve_precision
 from trtpipe.pipeline.run_folder import RunFolder, find_run
 from trtpipe.pipeline.spec import BuildSpec, Layer, resolve
@@ -25,7 +26,7 @@ from trtpipe.triton_repo.migration import Row, Verdict, chosen, migration_table
 # What --to takes -> the runtime.
 RUNTIMES = {"llmapi": "trtllm_pytorch", "vllm": "vllm"}
 # Sources of values, as `trtpipe build` prints them.
-_ENGINE, _REPOSITORY, _PLAN = "the engine", "its repository", "its settings"
+_ENGINE, _REPOSITORY, _PLAN, _PASSPORT = "the engine", "its repository", "its settings", "its passport"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     plan = None if run is None else run.spec()
     asked = {name for _, layer in given for name in layer}
     base: list[Layer] = [
+        (_PASSPORT, _from_passport(deployment, asked)),
         (_PLAN, {} if plan is None else _from_plan(plan, asked)),
         (_ENGINE, {**_from_engine(deployment, runtime, asked), **_group(chosen(rows), "build")}),
         (_REPOSITORY, _group(chosen(rows), "serving")),
@@ -106,7 +108,7 @@ def _require_family(deployment: Deployment) -> None:
 def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
     """What only the settings of a target of ours say: the model's source, calibration. Raises InputDataError."""
     names = ["calibration", "accept_accuracy"] if "dtype" not in asked else []
-    names += ["model", "source", "revision"] if "model" not in asked else []
+    names += WEIGHTS if "model" not in asked else []
     kept = {name: plan.settings[name] for name in names if name in plan.settings}
     source = plan.model.source
     if "model" in kept and isinstance(source, FolderSource | GgufSource):
@@ -117,6 +119,14 @@ def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
             )  # fmt: skip
         kept["model"] = source.path
     return kept
+
+
+def _from_passport(deployment: Deployment, asked: set[str]) -> dict[str, Any]:
+    """Settings that name the source of the engine's weights."""
+    passport = deployment.engine.passport
+    if passport is None or "model" in asked:
+        return {}
+    return {name: passport.weights[name] for name in WEIGHTS if name in passport.weights}
 
 
 def _from_engine(deployment: Deployment, runtime: str, asked: set[str]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    # No test outlives a power cut, and each flush takes milliseconds.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     markers = {marker.name for marker in request.node.iter_markers()}
     if "real" in markers:
         return

@@ -7,6 +7,7 @@ config.pbtxt is parsed with Triton's own protobuf before the repository is accep
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def _write_config(template: str, values: dict[str, Any], folder: Path) -> None:
     (folder / "config.pbtxt").write_text(text.strip() + "\n", encoding="utf-8")
 
 
+@functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

@@ -5,6 +5,7 @@ Imports are inside the commands: `trtpipe --help` answers in a blink.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -156,6 +157,7 @@ def handle_signals() -> None:
             signal.signal(number, leave)
 
 
+@functools.cache
 def command() -> Any:
     """The command as click knows it, with the options that stand anywhere."""
     made = typer.main.get_command(app)

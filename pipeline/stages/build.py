@@ -14,7 +14,8 @@ from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.passport import Passport, make_passport
+from trtpipe.engines.model_source import FolderSource, GgufSource
+from trtpipe.engines.passport import WEIGHTS, Passport, make_passport
 from trtpipe.engines.trtllm_build import DISK_FACTOR
 from trtpipe.pipeline.accuracy.gate import JSON_NAME
 from trtpipe.pipeline.execution import hardware
@@ -31,7 +32,7 @@ IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreem
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`sms` are the compute capabilities that run the engine; None for any machine."""
+    """`sms` are the compute capabilities that run the engine; None for any machine. `weights` are the passport's."""
 
     runtime: str
     target: Target
@@ -39,6 +40,7 @@ class Settings:
     dtype: DataType
     build: BuildConfig
     executor: str
+    weights: dict[str, str]
 
 
 class Build(Stage):
@@ -66,6 +68,7 @@ class Build(Stage):
             dtype=spec.precision.dtype,
             build=spec.build,
             executor=spec.executor,
+            weights=_weights(spec),
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
@@ -129,7 +132,15 @@ def _passport(
         settings=backend.SETTINGS,
         made=made,
         accuracy=accuracy,
+        weights=settings.weights,
     )
+
+
+def _weights(spec: BuildSpec) -> dict[str, str]:
+    """Settings that name the model's source; {} for a folder or file, which another machine does not have."""
+    if isinstance(spec.model.source, FolderSource | GgufSource):
+        return {}
+    return {name: spec.settings[name] for name in WEIGHTS if name in spec.settings}
 
 
 def _rank_bytes(checkpoint: Path, form: str) -> int:

@@ -74,9 +74,11 @@ def drip(data: bytes, pause_s: float) -> Iterator[bytes]:
         yield data[place : place + 1]
 
 
-def without_end(*pieces: bytes) -> Iterator[bytes]:
+def without_end(*pieces: bytes, pause_s: float = 0) -> Iterator[bytes]:
     while True:
         yield from pieces
+        if pause_s:
+            time.sleep(pause_s)
 
 
 # HTTP/1.1

@@ -219,12 +219,11 @@ def test_a_build_that_is_refused_leaves_no_target(
     def refuse(*_: Any) -> None:
         raise HostError("the hub has no acme/tiny")
 
-    monkeypatch.setattr(Download, "check", refuse)
-    with pytest.raises(HostError):
+    with monkeypatch.context() as patched, pytest.raises(HostError):
+        patched.setattr(Download, "check", refuse)
         build(plan(model), store)
     assert not (in_folder / "runs").exists()
     assert list_targets(store) == []
-    monkeypatch.undo()
     build(plan(model), store)
     assert [one.state for one in list_targets(store)] == ["complete"]
 

@@ -76,9 +76,10 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     from google.protobuf import text_format
 
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "invalid escape sequence")  # Python accepts it, Triton does not
-            return text, text_format.Parse(text, definitions().ModelConfig())
+        config = definitions().ModelConfig()
+        # A repository is read several times: before and after it is placed, and once more when it is served.
+        config.CopyFrom(_small_message(text) if len(text) <= MAX_SEARCHED else _message(text))
+        return text, config
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL).rstrip(".")
@@ -94,6 +95,18 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     except (RecursionError, ValueError, TypeError) as error:
         report.error("syntax", path, "is not a model configuration", why=type(error).__name__)
     return text, None
+
+
+def _message(text: str) -> Any:
+    """ModelConfig of a text. Raises ParseError, and others for texts that Python's parser does not bear."""
+    from google.protobuf import text_format
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "invalid escape sequence")  # Python accepts it, Triton does not
+        return text_format.Parse(text, definitions().ModelConfig())
+
+
+_small_message = lru_cache(maxsize=32)(_message)
 
 
 def definitions() -> Any:

@@ -96,6 +96,16 @@ def test_a_target_of_ours_brings_its_model_and_what_it_was_quantized_with(target
     assert rows["version"].verdict is Verdict.CARRIED
 
 
+def test_the_passport_of_an_engine_alone_names_its_model(nvidia: Path) -> None:
+    weights = {"model": "llama3-8b", "revision": "v1", "dtype": "fp8"}
+    made(nvidia / "tensorrt_llm" / "1", weights=weights)
+    change(nvidia, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
+    found = trtpipe.migrate(nvidia, to="vllm")
+    assert {name: found.recipe[name] for name in weights} == {"model": "llama3-8b", "revision": "v1", "dtype": "bf16"}
+    assert {value.name: value.source for value in found.spec.values}["model"] == "its passport"
+    assert "revision" not in trtpipe.migrate(nvidia, to="vllm", model="llama3.1-8b").recipe
+
+
 @pytest.mark.process
 def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None:
     tiny = str(hf_folder(in_folder / "tiny", dtype="F32"))

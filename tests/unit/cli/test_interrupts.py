@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,14 @@ from tests.support.factories import hf_folder
 from trtpipe.engines.process import python_command
 
 pytestmark = pytest.mark.process
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    """Under nohup a process ignores SIGHUP, and so do its children."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

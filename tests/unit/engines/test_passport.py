@@ -33,6 +33,7 @@ def passport(at: Target | None = None, **changes: Any) -> Passport:
         at or target(), BuildConfig(), runtime="tensorrt_llm", sms=(90,),
         versions={"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48"}, dtype="bfloat16", rank_bytes=9 * GIB,
         checkpoint="c0ffee", settings=("max_batch_size",), made={"gpu": "NVIDIA H100 80GB HBM3"}, accuracy=None,
+        weights={"model": "org/tiny", "revision": "v1"},
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -62,6 +63,7 @@ def test_what_it_says_and_that_it_is_read_back(tmp_path: Path) -> None:
         "build_config": {"max_batch_size": 64},
         "made": {"gpu": "NVIDIA H100 80GB HBM3"},
         "accuracy": None,
+        "weights": {"model": "org/tiny", "revision": "v1"},
     }
     assert read_passport(tmp_path) == made
     assert (made.world_size, made.target()) == (2, "h100 (SM90)")
