@@ -169,7 +169,9 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
         short, chosen = facts.name, _choose(facts, source or ("hub" if revision else None))
         stored = parse_stored(*_config(facts))
     elif path.is_dir():
-        short, chosen = path.resolve().name, FolderSource(path=str(path.resolve()))
+        # The name that was given, also of a link: what it points to may be an artefact, and all of those have one name.
+        place = path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+        short, chosen = place.name, FolderSource(path=str(place))
         stored = read_stored(path) if (path / "config.json").is_file() else None
     elif path.suffix == ".gguf" and path.is_file():
         short, chosen = path.stem, GgufSource(path=str(path.resolve()))

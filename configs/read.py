@@ -20,7 +20,7 @@ class ConfigError(InputDataError):
 
 
 def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
-    """Read the mapping in a YAML file, {} for an empty file. Raises ConfigError.
+    """Read the mapping in a YAML file. Raises ConfigError, also for an empty file.
 
     repeats  accept a key that a mapping has twice, with the last value
     """
@@ -31,7 +31,7 @@ def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML", why=str(error)) from None
     if value is None:
-        return {}
+        raise ConfigError(f"{path} is empty")
     if not isinstance(value, dict):
         raise ConfigError(
             f"{path} holds a {type(value).__name__}, not a mapping", remedy="write it as lines of `name: value`"

@@ -25,12 +25,22 @@ class DataType(str, enum.Enum):
         return 4 if self is DataType.FLOAT32 else 2
 
 
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, ascending."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mapping:
-    """Tensor and pipeline parallelism of a model: `rank = pp_rank * tp_size + tp_rank`."""
+    """Tensor and pipeline parallelism of a model: `rank = pp_rank * tp_size + tp_rank`.
+
+    moe_ep_size  groups into which the tensor-parallel ranks divide a layer's experts; within a group of
+                 `moe_tp_size` ranks each expert is divided. Everything but experts is divided by tp_size
+    """
 
     tp_size: int = 1
     pp_size: int = 1
+    moe_ep_size: int = 1
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.pp_size < 1:
@@ -38,6 +48,39 @@ class Mapping:
                 f"tp_size {self.tp_size} and pp_size {self.pp_size} must both be at least 1",
                 remedy="pass --tp and --pp as positive numbers",
             )
+        if self.moe_ep_size < 1 or self.tp_size % self.moe_ep_size:
+            raise UsageError(
+                f"moe_ep_size {self.moe_ep_size} does not divide tp_size {self.tp_size}",
+                why="the tensor-parallel ranks share the experts",
+                remedy=f"--moe-ep values that fit: {', '.join(map(str, divisors(self.tp_size)))}",
+            )
+
+    @classmethod
+    def of(cls, tp: int, pp: int, moe_tp: int | None = None, moe_ep: int | None = None) -> Mapping:
+        """Mapping for two sizes of the experts' parallelism, whose product is tp; the one left out follows."""
+        if moe_tp is None:
+            return cls(tp_size=tp, pp_size=pp, moe_ep_size=1 if moe_ep is None else moe_ep)
+        if moe_tp < 1 or tp % moe_tp or moe_ep not in (None, tp // moe_tp):
+            product = f"moe_tp_size {moe_tp}" + ("" if moe_ep is None else f" times moe_ep_size {moe_ep}")
+            raise UsageError(
+                f"{product} does not make tp_size {tp}",
+                why="the tensor-parallel ranks share the experts",
+                remedy="give --moe-tp and --moe-ep numbers whose product is --tp",
+            )
+        return cls(tp_size=tp, pp_size=pp, moe_ep_size=tp // moe_tp)
+
+    def describe(self) -> str:
+        """In words: `tp 2 and pp 1`."""
+        experts = f", with {self.moe_ep_size} groups of experts" if self.moe_ep_size > 1 else ""
+        return f"tp {self.tp_size} and pp {self.pp_size}{experts}"
+
+    @property
+    def moe_tp_size(self) -> int:
+        return self.tp_size // self.moe_ep_size
+
+    def moe_ranks(self, tp_rank: int) -> tuple[int, int]:
+        """(moe_tp_rank, moe_ep_rank) of a tensor-parallel rank: neighbours hold different experts."""
+        return divmod(tp_rank, self.moe_ep_size)
 
     @property
     def world_size(self) -> int:

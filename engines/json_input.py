@@ -67,6 +67,8 @@ def parse_json(
             if len(text) > max_wide_bytes and _WIDE.search(text):
                 raise TooLarge(f"it has more than {max_wide_bytes:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
+        if not text or text.isspace():
+            raise ValueError("it is empty")
         escaped = _SURROGATE.search(text) is not None
         check_values(text, max_values)
         # Creating a decoder for each text would take a third of the time for a short text.

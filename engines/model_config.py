@@ -36,8 +36,24 @@ class EmbeddingSharding(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts that stand for the MLP of every layer; a router picks some for each token.
+
+    count              experts of a layer
+    top_k              experts that compute a token
+    normalize          whether the shares of a token's experts are made to sum to 1
+    intermediate_size  MLP features of one expert
+    """
+
+    count: int
+    top_k: int
+    normalize: bool
+    intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Values that determine tensor names and shapes."""
+    """Values that determine tensor names and shapes. `experts` is None for a dense model."""
 
     architecture: str
     vocab_size: int
@@ -49,6 +65,7 @@ class Geometry:
     head_size: int
     attn_bias: bool
     tie_word_embeddings: bool
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

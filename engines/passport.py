@@ -24,6 +24,8 @@ from trtpipe.engines.toolchain import version_key
 NAME = "passport.json"
 # More ranks than any engine has; a deployment creates objects for each rank.
 MAX_RANKS = 4096
+# Facts that a passport leaves out where they have these values.
+_OPTIONAL: dict[str, Any] = {"moe_ep_size": 1, "weights": {}}
 # Settings that name the source of a model's weights.
 WEIGHTS = ("model", "source", "revision")
 
@@ -42,6 +44,7 @@ class Passport:
     checkpoint  content digest of the checkpoint
     made        where it was built: image digest, GPU product, driver
     accuracy    of a quantized checkpoint: its measurements against the original, and whether a failure was accepted
+    moe_ep_size  groups of ranks that divide the experts
     weights     those of the settings WEIGHTS that were given; {} for a folder or file of the machine that built it
     """
 
@@ -62,6 +65,7 @@ class Passport:
     build_config: dict[str, Any]
     made: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, Any] | None = None
+    moe_ep_size: int = 1
     weights: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -71,8 +75,14 @@ class Passport:
     def target(self) -> str:
         return self.gpu if self.sm is None else f"{self.gpu} (SM{self.sm})"
 
+    def to_json(self) -> dict[str, Any]:
+        """Content of passport.json, without what it may leave out: passports were written before it was known."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value != _OPTIONAL[name]
+        }
+
     def write(self, folder: Path) -> None:
-        write_json(folder / NAME, asdict(self))
+        write_json(folder / NAME, self.to_json())
 
 
 def make_passport(
@@ -101,6 +111,7 @@ def make_passport(
         build_config={name: value for name, value in asdict(build).items() if name in settings},
         made=made,
         accuracy=accuracy,
+        moe_ep_size=target.mapping.moe_ep_size,
         weights=weights,
     )
 
@@ -137,6 +148,8 @@ def passport_from(raw: dict[str, Any]) -> Passport:
         raise TypeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if min(passport.tp_size, passport.pp_size) < 1 or passport.world_size > MAX_RANKS:
         raise TypeError(f"tp_size {passport.tp_size} and pp_size {passport.pp_size} are not numbers of ranks")
+    if passport.moe_ep_size < 1 or passport.tp_size % passport.moe_ep_size:
+        raise TypeError(f"moe_ep_size {passport.moe_ep_size} does not divide tp_size {passport.tp_size}")
     if passport.rank_bytes < 0:
         raise TypeError(f"rank_bytes {passport.rank_bytes} is not a size")
     return passport
@@ -155,6 +168,7 @@ def require_target(passport: Passport, target: Target, folder: Path) -> None:
         "gpu": target.gpu.name,
         "tp_size": target.mapping.tp_size,
         "pp_size": target.mapping.pp_size,
+        "moe_ep_size": target.mapping.moe_ep_size,
     }
     if passport.toolchain is not None:
         asked["toolchain"] = target.toolchain.name

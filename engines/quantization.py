@@ -46,6 +46,7 @@ class Algorithm:
     exclude         modules that TensorRT-LLM's loader is told not to quantize
     modelopt_name   name in ModelOpt's folder, where it is not TensorRT-LLM's
     formats         checkpoint formats that can hold it; what a runtime reads of them, its backend says (`READS`)
+    expert_formats  those of them in which a runtime also computes experts
     """
 
     arithmetic: str
@@ -66,6 +67,7 @@ class Algorithm:
     exclude: tuple[str, ...] = ("lm_head",)
     modelopt_name: str = ""
     formats: tuple[str, ...] = FORMATS[:2]
+    expert_formats: tuple[str, ...] = ()
 
     @property
     def fp8_attention(self) -> bool:
@@ -103,6 +105,7 @@ class QuantAlgo(str, enum.Enum):
             passes=1,
             operands="fp8",
             formats=FORMATS,
+            expert_formats=FORMATS,
         ),
     )
     FP8_PER_CHANNEL_PER_TOKEN = (
@@ -115,6 +118,7 @@ class QuantAlgo(str, enum.Enum):
             passes=0,
             operands="fp8",
             formats=FORMATS,
+            expert_formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A8_SQ_PER_CHANNEL = (
@@ -140,6 +144,7 @@ class QuantAlgo(str, enum.Enum):
             passes=0,
             operands="int8",
             formats=(COMPRESSED_TENSORS,),
+            expert_formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A16 = (
@@ -154,6 +159,7 @@ class QuantAlgo(str, enum.Enum):
             # Its loader is the only one that would quantize the embedding, and its scales are not written.
             exclude=("lm_head", "transformer.vocab_embedding"),
             formats=FORMATS,
+            expert_formats=("trtllm", COMPRESSED_TENSORS),
         ),
     )
     W4A16_AWQ = (
@@ -167,6 +173,7 @@ class QuantAlgo(str, enum.Enum):
             tiled=True,
             group_sizes=(64, 128),
             formats=FORMATS,
+            expert_formats=("trtllm", COMPRESSED_TENSORS),
         ),
     )
     W4A8_AWQ = (
@@ -197,6 +204,7 @@ class QuantAlgo(str, enum.Enum):
             passes=1,
             operands="fp4",
             native=(100, 103, 120),
+            expert_formats=("hf",),
         ),
     )
     FP8_BLOCK_SCALES = (
@@ -350,10 +358,14 @@ def resolve_precision(
     recipes: Mapping[str, QuantRecipe],
     kv_cache: str | None = None,
     group_size: int | None = None,
+    runtime: str | None = None,
+    *,
+    experts: bool = False,
 ) -> Precision:
     """Precision for `gpu` from --dtype, --kv-cache and a group size; a requested value is never replaced.
 
-    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
+    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, or INT8 weights alone for a
+    model with experts, bfloat16 on the CPU and where `runtime`, if it is known, does not read the other.
     Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
@@ -364,7 +376,7 @@ def resolve_precision(
         )
     reason, automatic = "requested", requested == "auto"
     if automatic:
-        requested, reason = _automatic(gpu)
+        requested, reason = _automatic(gpu, runtime, experts=experts)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
         dtype = FLOAT_NAMES[requested]
@@ -393,13 +405,21 @@ def resolve_precision(
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
-def _automatic(gpu: GpuSpec) -> tuple[str, str]:
-    """(name, reason) of the precision that `auto` stands for on `gpu`."""
+def _automatic(gpu: GpuSpec, runtime: str | None, *, experts: bool) -> tuple[str, str]:
+    """(name, reason) of the precision that `auto` stands for on `gpu`, with `runtime` if it is known."""
     if gpu.sm is None:
         return "bf16", "the CPU computes bfloat16"
     if gpu.sm in FP8_SMS:
         return "fp8-kv", f"SM{gpu.sm} computes FP8, weights and KV cache"
-    return "int8-sq", f"SM{gpu.sm} has no FP8, and computes INT8"
+    from trtpipe.engines.backends.base import reads  # here: backends import this module
+
+    algo, name = QuantAlgo.W8A8_SQ_PER_CHANNEL, "int8-sq"
+    why = f"SM{gpu.sm} has no FP8, and computes INT8"
+    if experts:
+        algo, name, why = QuantAlgo.W8A16, "int8-wo", f"SM{gpu.sm} has no FP8, and experts take no INT8 inputs"
+    if runtime is not None and not reads(runtime, algo):
+        return "bf16", f"SM{gpu.sm} has no FP8, and {runtime} reads no INT8 that would do"
+    return name, why
 
 
 def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:

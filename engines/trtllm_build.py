@@ -20,7 +20,7 @@ from trtpipe.engines.trtllm_options import arguments, check_architecture
 PROGRAM = "trtllm-build"
 # Size of an engine / size of its checkpoint: the weights, and what TensorRT adds to them.
 DISK_FACTOR = 1.1
-_MAPPING = ("world_size", "tp_size", "pp_size")
+_MAPPING = ("world_size", "tp_size", "pp_size", "moe_tp_size", "moe_ep_size")
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -73,8 +73,8 @@ def check_checkpoint(folder: Path, target: Target) -> None:
     if config.mapping != target.mapping:
         have, want = config.mapping, target.mapping
         raise ArtefactRefused(
-            f"the checkpoint in {folder} is cut for tp {have.tp_size} and pp {have.pp_size}",
-            why=f"the engine is for tp {want.tp_size} and pp {want.pp_size}",
+            f"the checkpoint in {folder} is cut for {have.describe()}",
+            why=f"the engine is for {want.describe()}",
             remedy="convert the model again with these",
         )
 

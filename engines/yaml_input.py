@@ -46,7 +46,8 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
         return yaml.load(text, _loader(repeats))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise YamlError(str(error), None if mark is None else mark.line + 1) from None
+        told = str(error).replace('in "<unicode string>", ', "on ")
+        raise YamlError(told, None if mark is None else mark.line + 1) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise YamlError(str(error)) from None
     except RecursionError:

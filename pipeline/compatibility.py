@@ -24,11 +24,11 @@ class Verdict:
     objections: list[str]
     remarks: list[str]
 
-    def require(self, folder: Path) -> None:
+    def require(self, place: str | Path) -> None:
         """Raise ArtefactRefused, with the command that builds for this machine, when there is an objection."""
         if self.objections:
             raise ArtefactRefused(
-                f"the engine in {folder} does not run on this machine",
+                f"the engine in {place} does not run on this machine",
                 why="; ".join(self.objections),
                 remedy=f"serve it on {self.passport.target()}, or build for the GPU here with `trtpipe build --gpu`",
             )

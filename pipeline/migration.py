@@ -133,6 +133,8 @@ def _from_engine(deployment: Deployment, runtime: str, asked: set[str]) -> dict[
     """GPU, precision, ranks and release of the engine, where they are known and not asked for otherwise."""
     engine, mapping = deployment.engine, deployment.mapping
     out: dict[str, Any] = {"tp": mapping.tp_size, "pp": mapping.pp_size}
+    if mapping.moe_ep_size > 1:
+        out["moe_ep"] = mapping.moe_ep_size
     if engine.passport is not None and "gpu" not in asked:
         out["gpu"] = engine.passport.gpu
     if "dtype" not in asked:
@@ -176,7 +178,7 @@ def _require_precision(found: list[Layer], runtime: str) -> None:
 
     def refusal(dtype: str, runtime: str, kv_cache: str | None = None) -> UsageError | None:
         try:
-            recipe = resolve_precision(dtype, gpu, recipes, kv_cache).recipe
+            recipe = resolve_precision(dtype, gpu, recipes, kv_cache, runtime=runtime).recipe
             quantization = UNQUANTIZED if recipe is None else recipe.quantization
             target = Target(gpu=gpu, mapping=Mapping(), quantization=quantization, toolchain=toolchain)
             load_backend(runtime).resolve(BuildConfig(), target)
@@ -236,6 +238,11 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
         ("gpu", None if engine.passport is None else engine.passport.gpu, "gpu", spec.gpu.name),
         ("tp_size", deployment.mapping.tp_size, "tp", spec.mapping.tp_size),
         ("pp_size", deployment.mapping.pp_size, "pp", spec.mapping.pp_size),
+        *(
+            [("moe_ep_size", deployment.mapping.moe_ep_size, "moe_ep", spec.mapping.moe_ep_size)]
+            if deployment.mapping.moe_ep_size > 1
+            else []
+        ),
     ):
         if value is not None:
             rows.append(row(name, value, becomes, to, kept=value == to))

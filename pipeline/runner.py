@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError, nearest, suggestion
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import explain
@@ -114,11 +114,13 @@ def check_machine(spec: BuildSpec) -> None:
 
 
 def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, ...]:
+    """The stages up to that one, all for None. Raises UsageError."""
     names = [stage.name for stage in stages]
     if until is None:
         return stages
     if until not in names:
-        raise UsageError(f"unknown stage '{until}'", remedy=suggestion(until, names))
+        known = suggestion(until, names) if nearest(until, names) else "stages: " + ", ".join(names)
+        raise UsageError(f"unknown stage '{until}'", remedy=known)
     return stages[: names.index(until) + 1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target
+from trtpipe.engines.backends.base import Target, checkpoint_form
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
@@ -43,6 +43,8 @@ SCALARS = (
     "executor",
     "tp",
     "pp",
+    "moe_tp",
+    "moe_ep",
     "load",
     "accept_accuracy",
 )
@@ -106,21 +108,31 @@ class BuildSpec:
 
     @property
     def target(self) -> str:
-        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp
-        and pp above 1, another runtime or toolchain."""
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp,
+        pp and ep (groups of experts) above 1, another runtime or toolchain."""
         parts = [self.model.name, self.gpu.name, self.precision.name]
         parts += [
-            f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
-        ]
+            f"{name}{size}"
+            for name, size in (
+                ("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size), ("ep", self.mapping.moe_ep_size),
+            )
+            if size > 1
+        ]  # fmt: skip
         parts += [self.runtime] if self.runtime != self.usual_runtime else []
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
+
+    @property
+    def form(self) -> str:
+        """The checkpoint format that the runtime is given; that of a model which came quantized is left as it is."""
+        stored, algo = self.precision.stored, self.quantization.quant_algo
+        return load_backend(self.runtime).FORM if stored else checkpoint_form(self.runtime, algo)
 
     def judge(self, model: ModelConfig) -> None:
         """Raises UsageError for what `model`, the config of the spec's model, makes impossible. It costs nothing."""
         judge(
             model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
-            in_memory=not load_backend(self.runtime).ANYWHERE,
+            form=self.form, in_memory=not load_backend(self.runtime).ANYWHERE,
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
@@ -152,8 +164,6 @@ def recipe_layer(path: str) -> Layer:
             f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
         )
     raw = read.read_yaml(file)
-    if not raw:
-        raise read.ConfigError(f"{file} is empty", remedy="name a model and a GPU in it, as `trtpipe recipes` does")
     return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
 
 
@@ -163,12 +173,14 @@ def set_layer(words: list[str]) -> Layer:
 
 
 def assignments(words: list[str]) -> dict[str, Any]:
-    """The values of `--set` options by dotted name; the last of a name counts. Raises UsageError."""
+    """The values of `--set` options by dotted name, each given once. Raises UsageError."""
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise UsageError(f"--set {word} is not NAME=VALUE", remedy="write for example build.max_batch_size=16")
+        if name in values:
+            raise UsageError(f"--set {name} is given more than once", remedy="give it once")
         values[name] = read.parse_yaml_value(text, f"--set {name}")
     return values
 
@@ -213,15 +225,16 @@ def resolve(
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     recipes = facts.load_quant_recipes()
-    if model.stored is None:
-        precision = resolve_precision(requested, gpu, recipes, cache, group_size)
-    else:
-        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
-    accept_accuracy = _flag(chosen, "accept_accuracy")
     shape = None if recorded else _shape(model_name, required="load" in chosen)
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
+    experts = shape is not None and shape.experts is not None
+    if model.stored is None:
+        precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime, experts=experts)
+    else:
+        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
+    accept_accuracy = _flag(chosen, "accept_accuracy")
     toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
@@ -237,7 +250,7 @@ def resolve(
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
-    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
+    mapping = _mapping(chosen)
     target = Target(
         gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
         dtype=precision.dtype,
@@ -246,10 +259,9 @@ def resolve(
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
     )
-    if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
-        raise UsageError(
-            f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"
-        )
+    window = "serving.max_attention_window_size"
+    if serving.max_attention_window_size is not None and window in backend.FIXED:
+        raise UsageError(f"{window} is not for the {runtime} runtime", why=backend.FIXED[window][1])
 
     def origin(name: str, otherwise: str = "default") -> str:
         return chosen[name][1] if name in chosen else otherwise
@@ -267,6 +279,7 @@ def resolve(
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
+        *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if quantization.calibrated and not precision.stored:
@@ -284,6 +297,8 @@ def resolve(
     plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
     if runtime != of_gpu.runtime:
         plain["runtime"] = runtime  # on another machine the family is not known again
+    if experts and requested == "auto":
+        plain["dtype"] = precision.recipe.name if precision.recipe else precision.name  # likewise
     grouped: dict[str, Any] = {}
     for value in values:
         group, dot, name = value.name.partition(".")
@@ -374,6 +389,11 @@ def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
     return value
+
+
+def _mapping(chosen: dict[str, tuple[Any, str]]) -> Mapping:
+    moe = (_count(chosen, name) if name in chosen else None for name in ("moe_tp", "moe_ep"))
+    return Mapping.of(_count(chosen, "tp"), _count(chosen, "pp"), *moe)
 
 
 def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:

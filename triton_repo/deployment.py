@@ -127,7 +127,7 @@ def _deployment(engine: EngineFolder | None, folder: Path, models: dict[str, Mod
             f"{folder} is served by {engine.passport.runtime}", why="it holds no engine to migrate from",
             remedy="build the model for another runtime with `trtpipe build --runtime`",
         )  # fmt: skip
-    sizes = [engine.mapping.get(size, 1) for size in ("tp_size", "pp_size")]
+    sizes = [engine.mapping.get(size, 1) for size in ("tp_size", "pp_size", "moe_ep_size")]
     if not all(map(is_size, sizes)):
         raise InputDataError(f"{engine.config}: mapping has no numbers of ranks", remedy="copy it from the build again")
     settings = [*engine_settings(engine)]
@@ -143,6 +143,6 @@ def _deployment(engine: EngineFolder | None, folder: Path, models: dict[str, Mod
     settings += request_settings(models.values())
     return Deployment(
         engine=engine,
-        mapping=Mapping(tp_size=sizes[0], pp_size=sizes[1]),
+        mapping=Mapping.of(sizes[0], sizes[1], moe_ep=sizes[2]),
         settings=tuple(settings),
     )

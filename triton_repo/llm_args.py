@@ -18,6 +18,8 @@ ELSEWHERE = {
     "backend": "--runtime",
     "tensor_parallel_size": "--tp",
     "pipeline_parallel_size": "--pp",
+    "moe_tensor_parallel_size": "--moe-tp",
+    "moe_expert_parallel_size": "--moe-ep",
     **{
         name: f"build.{name}"
         for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")

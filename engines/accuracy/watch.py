@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Nvfp4, Smoothed, Stacked
-from trtpipe.engines.reference.mlp import Branches, Each, OneInput, OneProduct
+from trtpipe.engines.reference.mlp import Branches, Each, GatedMlp, Mlp, OneInput, OneProduct
 from trtpipe.engines.reference.number_formats import E2M1_MAX, E4M3_MAX
 from trtpipe.engines.reference.weights import LayerShard
 
@@ -79,10 +80,20 @@ def _watch_shard(shard: LayerShard, counts: dict[str, Count], *, first: bool) ->
         shard,
         qkv=shared(shard.qkv, "attention.qkv"),
         dense=_watch(shard.dense, "attention.dense", counts),
-        branches=_watch_branches(shard.branches, counts) if first else shard.branches,
-        proj=_watch(shard.proj, "mlp.proj", counts),
+        mlp=_watch_mlp(shard.mlp, counts, first=first),
         kv_codec=codec,
     )
+
+
+def _watch_mlp(mlp: Mlp, counts: dict[str, Count], *, first: bool) -> Mlp:
+    if isinstance(mlp, GatedMlp):
+        branches = _watch_branches(mlp.branches, counts) if first else mlp.branches
+        return GatedMlp(branches, _watch(mlp.proj, "mlp.proj", counts))
+    if isinstance(mlp, ExpertMlp):
+        # Each expert has tokens of its own.
+        held = [Expert(_watch(e.fc, "mlp.fc", counts), _watch(e.proj, "mlp.proj", counts)) for e in mlp.held]
+        return replace(mlp, held=held)
+    return mlp
 
 
 def _watch_branches(branches: Branches, counts: dict[str, Count]) -> Branches:

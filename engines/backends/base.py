@@ -101,7 +101,6 @@ class EngineBackend(Protocol):
     NEEDS, NEEDS_ON_CPU  what an engine process needs of an environment of its own, for a GPU and for a CPU; None where
               it runs in this environment
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
-    ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
     WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
     READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
@@ -121,7 +120,6 @@ class EngineBackend(Protocol):
     NEEDS: Needs | None
     NEEDS_ON_CPU: Needs | None
     SEQUENCES_PER_STUB: int | None
-    ATTENTION_WINDOW: bool
     WEIGHT_ONLY: tuple[QuantAlgo, ...]
     READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
@@ -197,8 +195,12 @@ def require_form(runtime: str, target: Target) -> None:
 
 def runtimes_of(algo: QuantAlgo | None) -> list[str]:
     """Runtimes for a GPU that run `algo`."""
-    backends = {runtime: load_backend(runtime) for runtime in BACKENDS}
-    return [runtime for runtime, one in backends.items() if not one.ANYWHERE and _form(one, algo) is not None]
+    return [runtime for runtime in BACKENDS if not load_backend(runtime).ANYWHERE and reads(runtime, algo)]
+
+
+def reads(runtime: str, algo: QuantAlgo | None) -> bool:
+    """Whether some checkpoint format brings `algo` to `runtime`."""
+    return _form(load_backend(runtime), algo) is not None
 
 
 def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:

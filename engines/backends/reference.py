@@ -29,12 +29,13 @@ SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
-ATTENTION_WINDOW = False
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""
-FIXED: dict[str, tuple[Any, str]] = {}
+FIXED: dict[str, tuple[Any, str]] = {
+    "serving.max_attention_window_size": (None, "its tokens see all before them"),
+}
 MEANS: dict[str, str] = {}
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.

@@ -23,7 +23,6 @@ SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
-ATTENTION_WINDOW = True
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""

@@ -25,7 +25,6 @@ SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
-ATTENTION_WINDOW = True
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
@@ -112,6 +111,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "backend": "pytorch",
         "tensor_parallel_size": target.mapping.tp_size,
         "pipeline_parallel_size": target.mapping.pp_size,
+        **_expert_sizes(target),
         "max_batch_size": build.max_batch_size,
         "max_input_len": build.max_input_len,
         "max_seq_len": build.max_seq_len,
@@ -123,6 +123,13 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         },
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _expert_sizes(target: Target) -> dict[str, int]:
+    mapping = target.mapping
+    if mapping.moe_ep_size == 1:
+        return {}
+    return {"moe_expert_parallel_size": mapping.moe_ep_size, "moe_tensor_parallel_size": mapping.moe_tp_size}
 
 
 def build(

@@ -44,7 +44,6 @@ NEEDS_ON_CPU = Needs(
 )
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
 SEQUENCES_PER_STUB = 64
-ATTENTION_WINDOW = True
 ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
@@ -106,6 +105,12 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="a Hugging Face folder has no place for them",
             remedy=f"use --kv-cache {'none' if target.gpu.is_cpu else 'fp8 or none'}",
         )
+    if target.mapping.moe_ep_size not in (1, target.mapping.tp_size):
+        raise UsageError(
+            f"vLLM does not divide experts among {target.mapping.moe_ep_size} groups of ranks",
+            why="it gives each rank whole experts, or a part of each",
+            remedy=f"use --moe-ep {target.mapping.tp_size}, or leave it out",
+        )
     if target.gpu.is_cpu:
         _require_cpu(target)
     # vLLM's attention always reads a paged cache.
@@ -141,6 +146,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
     settings = {
         "tensor-parallel-size": target.mapping.tp_size,
         "pipeline-parallel-size": target.mapping.pp_size,
+        **({"enable-expert-parallel": True} if target.mapping.moe_ep_size > 1 else {}),
         "max-num-seqs": build.max_batch_size,
         "max-model-len": build.max_seq_len,
         "max-num-batched-tokens": build.max_num_tokens,

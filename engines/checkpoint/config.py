@@ -12,7 +12,7 @@ from trtpipe.engines.checkpoint.quantized import LINEARS
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.families import families, family_of
 from trtpipe.engines.hf.folder import read_config_json
-from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Experts, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.sizes import excess
 
@@ -21,10 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Loader:
-    """Keys that a release's loader accepts in `mapping` and `quantization` beyond the common ones, with defaults.
-
-    None in `mapping` stands for tp_size.
-    """
+    """Keys that a release's loader accepts in `mapping` and `quantization` beyond the common ones, with defaults."""
 
     mapping: dict[str, Any]
     quantization: dict[str, Any]
@@ -44,17 +41,18 @@ LOADERS = {
         mapping={
             "cp_size": 1,
             "gpus_per_node": 8,
-            "moe_tp_size": None,  # tp_size: the loader checks the product even for a model without experts
+            "moe_tp_size": 1,  # the loader checks the product of the two even for a model without experts
             "moe_ep_size": 1,
             "attn_tp_size": -1,
             "attn_cp_size": -1,
         },
         quantization={**_QUANTIZATION, "mamba_ssm_cache_dtype": None},
     ),
-    # It is not known which newer mapping keys these releases accept, and none is needed.
+    # It is not known which newer mapping keys these releases accept, and none is needed; those of experts all know.
     **{release: Loader(mapping={}, quantization=_QUANTIZATION) for release in ("1.1.0", "1.0.0", "0.21.0")},
 }
 DEFAULT_LOADER = "1.2.1"
+_MOE_SIZES = ("moe_tp_size", "moe_ep_size")
 _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
@@ -88,19 +86,27 @@ def config_json(
             "world_size": mapping.world_size,
             "tp_size": mapping.tp_size,
             "pp_size": mapping.pp_size,
-            **{key: mapping.tp_size if value is None else value for key, value in LOADERS[release].mapping.items()},
+            **LOADERS[release].mapping,
+            **(_moe_sizes(mapping) if model.experts or "moe_tp_size" in LOADERS[release].mapping else {}),
         },
         "quantization": {
             "quant_algo": None,
             "kv_cache_quant_algo": None,
             **LOADERS[release].quantization,
-            **_quantization_json(quantization),
+            **_quantization_json(quantization, model),
         },
     }
 
 
-def _quantization_json(quantization: Quantization) -> dict[str, Any]:
+def _moe_sizes(mapping: Mapping) -> dict[str, int]:
+    return {key: getattr(mapping, key) for key in _MOE_SIZES}
+
+
+def _quantization_json(quantization: Quantization, model: ModelConfig) -> dict[str, Any]:
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
+    # Layers are counted over all pipeline stages.
+    routed = range(model.num_hidden_layers) if model.experts else ()
+    routers = [f"transformer.layers.{layer}.mlp.router" for layer in routed]
     return {
         "quant_algo": algo and algo.value,
         "kv_cache_quant_algo": cache and cache.value,
@@ -108,7 +114,7 @@ def _quantization_json(quantization: Quantization) -> dict[str, Any]:
         # Only AWQ loaders read this key; SmoothQuant's algorithm implies its scale.
         "pre_quant_scale": quantization.packed,
         # The list replaces the loader's default, so it must be complete.
-        "exclude_modules": algo and list(algo.row.exclude),
+        "exclude_modules": algo and [*algo.row.exclude, *routers],
     }
 
 
@@ -155,7 +161,27 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         raise CheckpointError(f"{where}: embedding_sharding_dim is {dim}, not 0 or 1")
     embedding = EmbeddingSharding(dim) if get("use_parallel_embedding", bool, False) else EmbeddingSharding.NONE
     heads, hidden = count("num_attention_heads"), count("hidden_size")
-    mapping = Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split))
+    tp, pp = count("tp_size", 1, split), count("pp_size", 1, split)
+    experts = None
+    if family.expert_size:
+        moe = get("moe", dict)
+        mode = get("normalization_mode", int, 1, moe)
+        if mode not in (0, 1):
+            raise CheckpointError(f"{where}: normalization_mode is {mode}", why="0 and 1 are read here")
+        experts = Experts(
+            count=count("num_experts", place=moe),
+            top_k=count("top_k", place=moe),
+            normalize=mode == 1,
+            intermediate_size=count(family.expert_size),
+        )
+        if experts.top_k > experts.count:
+            raise CheckpointError(f"{where}: top_k {experts.top_k} exceeds num_experts {experts.count}")
+    # Sizes that a producer does not know are left out, or -1.
+    sizes = [place if (place := get(key, int, -1, split)) != -1 else None for key in _MOE_SIZES] if experts else []
+    try:
+        mapping = Mapping.of(tp, pp, *sizes)
+    except UsageError as error:
+        raise CheckpointError(f"{where}: {error.what}", why=error.why, remedy="convert the model again") from None
     if fault := excess("world_size", mapping.world_size):
         raise CheckpointError(f"{where}: {fault}", remedy="convert the model again")
     return CheckpointConfig(
@@ -176,6 +202,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         mapping=mapping,
         embedding=embedding,
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
+        experts=experts,
         quantization=parse_quantization(get("quantization", dict, {}), where),
     )
 

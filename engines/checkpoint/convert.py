@@ -45,11 +45,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Share:
-    """Piece of a source tensor that one rank file stores, and the file and offset where it begins."""
+    """Piece of a source tensor that one rank file stores as `dtype`, and the file and offset where it begins."""
 
     file: int
     position: int
     piece: Piece
+    dtype: str
 
 
 def convert(
@@ -95,13 +96,15 @@ def rewrite(
 ) -> None:
     """Write new safetensors files: for each path the planned tensors, copied from their source tensors.
 
+    dtype  type of tensors whose plan has none
+
     Raises InputDataError for a value that is not finite or exceeds `dtype`.
     """
     with ExitStack() as stack:
         shares: dict[str, list[_Share]] = {}
-        total = sum(_create(path, plans, dtype, shares, stack) for path, plans in files)
+        total = sum(_create(path, plans, SAFETENSORS_DTYPE[dtype], shares, stack) for path, plans in files)
         sources = _open_sources(located, stack)
-        _run(_blocks(located, sources, shares), dtype, _Counter(total, progress))
+        _run(_blocks(located, sources, shares), _Counter(total, progress))
 
 
 def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
@@ -127,7 +130,7 @@ def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTen
     extra = sorted(n for n in located.keys() - wanted.keys() - tied_head if not n.endswith(DERIVED_SUFFIX))
     if extra:
         raise InputDataError(
-            f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a dense Llama",
+            f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a {model.architecture}",
             why="converting without it would change the model",
         )
 
@@ -144,25 +147,25 @@ def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[P
     return out
 
 
-def _create(
-    path: Path, plans: list[TensorPlan], dtype: DataType, shares: dict[str, list[_Share]], stack: ExitStack
-) -> int:
+def _create(path: Path, plans: list[TensorPlan], dtype: str, shares: dict[str, list[_Share]], stack: ExitStack) -> int:
     """Create a file with its header and add its pieces to `shares`; return the bytes of its tensors.
 
-    Padding is not written: a new file reads as zeros where nothing was written.
+    Wider types come first, so that each tensor is aligned. Padding is not written: a new file reads as zeros where
+    nothing was written.
     """
-    header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
+    typed = sorted(((plan, plan.dtype or dtype) for plan in plans), key=lambda pair: -ITEMSIZE[pair[1]])
+    header, offsets = header_bytes((plan.name, stored, plan.shape) for plan, stored in typed)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     stack.callback(os.close, file)
-    size = sum(prod(plan.shape) for plan in plans) * dtype.itemsize
+    size = sum(prod(plan.shape) * ITEMSIZE[stored] for plan, stored in typed)
     # Reserving the space first makes a full disk fail before the work, not after it.
     os.posix_fallocate(file, 0, len(header) + size)
     pwrite_all(file, header, 0)
-    for plan in plans:
+    for plan, stored in typed:
         position = offsets[plan.name]
         for piece in plan.pieces:
-            shares.setdefault(piece.source, []).append(_Share(file, position, piece))
-            position += piece.elements(plan.shape) * dtype.itemsize
+            shares.setdefault(piece.source, []).append(_Share(file, position, piece, stored))
+            position += piece.elements(plan.shape) * ITEMSIZE[stored]
     return size
 
 
@@ -205,7 +208,7 @@ def _blocks(
             yield _Block(tensor, files[tensor.path], first, min(count, first + rows), shares[name])
 
 
-def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
+def _run(blocks: Iterator[_Block], counter: _Counter) -> None:
     """Distribute the blocks over the threads; the first failure ends all threads."""
     lock = threading.Lock()
     failed = threading.Event()
@@ -219,7 +222,7 @@ def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
             yield block
 
     def loop() -> None:
-        mover = _Mover(SAFETENSORS_DTYPE[target], counter)
+        mover = _Mover(counter)
         try:
             for block in take():
                 mover.move(block)
@@ -238,16 +241,19 @@ def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
 class _Mover:
     """Buffer and casters of one thread."""
 
-    def __init__(self, target: str, counter: _Counter) -> None:
-        self._target = target
+    def __init__(self, counter: _Counter) -> None:
         self._counter = counter
         self._buffer = bytearray(BLOCK_BYTES)
-        self._casters: dict[str, Caster] = {}
+        self._casters: dict[tuple[str, str], Caster] = {}
 
     def move(self, block: _Block) -> None:
         """Read the rows of a block, check and cast them, and write each rank's share of them."""
         entry = block.tensor.entry
-        caster = self._casters.setdefault(entry.dtype, Caster(entry.dtype, self._target))
+        # All shares of a tensor are stored as one type.
+        cast = entry.dtype, block.shares[0].dtype
+        if cast not in self._casters:
+            self._casters[cast] = Caster(*cast)
+        caster = self._casters[cast]
         width, item = prod(entry.shape[1:]), ITEMSIZE[entry.dtype]
         raw = self._read(block, entry.offset + block.first * width * item, (block.last - block.first) * width * item)
         bits = np.frombuffer(raw, np.uint32 if item == 4 else np.uint16)
@@ -277,7 +283,7 @@ class _Mover:
         try:
             return caster.cast(bits)
         except Overflow as error:
-            wide = self._target == "BF16"
+            wide = caster.target == "BF16"
             raise InputDataError(
                 f"tensor '{tensor.entry.name}' in {tensor.path} holds {error}",
                 why="bfloat16 ends at 3.38953e+38" if wide else "float16 ends at 65504",

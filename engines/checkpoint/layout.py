@@ -48,7 +48,7 @@ def plan_rank(
             yield TensorPlan(name, (vocab, hidden), (Piece(embed, (0, vocab)),))
     for local, layer in enumerate(stages[pp_rank]):
         ours, theirs = f"transformer.layers.{local}.", names.layer(layer)
-        for plan in family.plan_layer(model, tp, tp_rank, ours, theirs):
+        for plan in family.plan_layer(model, mapping, tp_rank, ours, theirs):
             yield from quantized(plan, quantization)
         yield from cache_scales(ours + "attention.", theirs + names.attention, quantization.kv_cache_quant_algo)
     if pp_rank == mapping.pp_size - 1:

@@ -22,14 +22,32 @@ def checkpoint_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quan
     return mapping.tp_size * sum(_stage_bytes(model, dtype, mapping, quantization, encoded=False))
 
 
+def expert_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
+    """Bytes of the experts in `rank_bytes`; 0 for a dense model."""
+    if model.experts is None:
+        return 0
+    return max(_stage_bytes(model, dtype, mapping, quantization, encoded=True, parts=(".mlp.fc.", ".mlp.proj.")))
+
+
 def _stage_bytes(
-    model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization, *, encoded: bool
+    model: ModelConfig,
+    dtype: DataType,
+    mapping: Mapping,
+    quantization: Quantization,
+    *,
+    encoded: bool,
+    parts: tuple[str, ...] = ("",),
 ) -> list[int]:
-    """Bytes of a rank of each pipeline stage; with `encoded` as the engine build encodes float weights."""
+    """Bytes of a rank of each pipeline stage; with `encoded` as the engine build encodes float weights.
+
+    parts  of the names of the tensors that count
+    """
     algo, ranks = quantization.quant_algo, []
     for pp_rank in range(mapping.pp_size):
         total = 0
         for plan in plan_rank(model, mapping, tp_rank=0, pp_rank=pp_rank, quantization=quantization):
+            if not any(part in plan.name for part in parts):
+                continue
             size = ITEMSIZE[plan.dtype or SAFETENSORS_DTYPE[dtype]]
             # The checkpoint stores float weights; the build encodes them.
             if encoded and algo is not None and algo.row.engine_encodes and plan.name.endswith(LINEARS):

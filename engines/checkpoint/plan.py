@@ -9,20 +9,26 @@ from trtpipe.engines.model_config import Geometry
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [rows[0], rows[1]) and columns [cols[0], cols[1]) of one HF tensor; a vector has rows only."""
+    """Rows [rows[0], rows[1]) and columns [cols[0], cols[1]) of one HF tensor; a vector has rows only.
+
+    stacked  whether it is a vector in a stack of vectors
+    """
 
     source: str
     rows: tuple[int, int]
     cols: tuple[int, int] | None = None
+    stacked: bool = False
 
     def elements(self, shape: tuple[int, ...]) -> int:
         """Number of elements in this piece's rows of a tensor of that shape, over all columns."""
-        return (self.rows[1] - self.rows[0]) * (shape[1] if len(shape) > 1 else 1)
+        return (self.rows[1] - self.rows[0]) * (shape[-1] if len(shape) > 1 and not self.stacked else 1)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros.
+
+    A tensor of experts, [experts, out, in], is a stack of their rows.
 
     dtype  safetensors type; None for the checkpoint's type
     """

@@ -6,7 +6,7 @@ HF tensor it holds. Files are mapped into memory, and compared or copied in bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ BLOCK_BYTES = 8 << 20
 COMPARED_FIELDS = (
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_size", "norm_epsilon", "max_position_embeddings", "rotary_base", "rotary_scaling",
-    "attn_bias",
+    "attn_bias", "experts",
 )  # fmt: skip
 
 
@@ -44,8 +44,7 @@ class _Held:
 
     @property
     def nbytes(self) -> int:
-        first, end = self.piece.rows
-        return (end - first) * prod(self.plan.shape[1:]) * ITEMSIZE[self.file.tensors[self.plan.name].dtype]
+        return self.piece.elements(self.plan.shape) * ITEMSIZE[self.file.tensors[self.plan.name].dtype]
 
 
 def differences(
@@ -65,7 +64,7 @@ def differences(
     ]
     located = locate_tensors(source)
     # Casters allocate scratch arrays, so one caster per type is used for all tensors.
-    casters: dict[str, Caster] = {}
+    casters: dict[tuple[str, str], Caster] = {}
     pieces = list(_pieces(checkpoint, config))
     total, done = sum(held.nbytes for held in pieces), 0
     for held in pieces:
@@ -78,9 +77,10 @@ def differences(
         elif not _fits(held.piece, tensor):
             out.append(f"{where}: '{held.piece.source}' of the source has shape {list(tensor.entry.shape)}")
         else:
-            target = SAFETENSORS_DTYPE[config.dtype]
-            caster = casters.setdefault(tensor.entry.dtype, Caster(tensor.entry.dtype, target))
-            if not _equal(held, tensor, caster):
+            cast = tensor.entry.dtype, held.plan.dtype or SAFETENSORS_DTYPE[config.dtype]
+            if cast not in casters:
+                casters[cast] = Caster(*cast)
+            if not _equal(held, tensor, casters[cast]):
                 out.append(f"{where}: differs from '{held.piece.source}' of the source")
     for rank in range(config.mapping.world_size):
         out += _padding_faults(checkpoint, config, rank)
@@ -103,17 +103,18 @@ def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = 
     """Write config.json and model.safetensors of the HF folder that a checkpoint was made from into the folder `out`.
 
     `progress` is called with (bytes done, bytes in all), twice over: the values are written, then compared.
-    Tensors keep the checkpoint's type; a checkpoint has no tokenizer. Raises CheckpointError when ranks that hold
+    Tensors have the checkpoint's type, those of a wider type (routers) only where that loses nothing; a checkpoint has
+    no tokenizer. Raises CheckpointError when ranks that hold
     the same values disagree, or padding is not zero.
     """
     config = _read_plain(checkpoint)
     # All planned tensors are checked against the files before a file of the size that config.json states is created.
     pieces = list(_pieces(checkpoint, config))
     write_json(out / "config.json", family_of(config).hf_config(config))
-    shapes = source_shapes(config)
-    dtype = SAFETENSORS_DTYPE[config.dtype]
-    header, offsets = header_bytes((name, dtype, shape) for name, shape in shapes.items())
-    size = len(header) + sum(prod(shape) for shape in shapes.values()) * config.dtype.itemsize
+    shapes, dtypes = source_shapes(config), _restored_types(pieces, SAFETENSORS_DTYPE[config.dtype])
+    wider_first = sorted(shapes, key=lambda name: -ITEMSIZE[dtypes[name]])
+    header, offsets = header_bytes((name, dtypes[name], shapes[name]) for name in wider_first)
+    size = len(header) + sum(prod(shape) * ITEMSIZE[dtypes[name]] for name, shape in shapes.items())
     target = out / SINGLE_NAME
     with target.open("wb") as file:
         file.write(header)
@@ -123,13 +124,40 @@ def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = 
         done += held.nbytes
         progress(done, total)
         name = held.piece.source
-        matrix = np.memmap(target, _kind(dtype), "r+", offsets[name], shape=_two_dimensional(shapes[name]))
-        matrix[slice(*held.piece.rows), _columns(held.piece)] = _stored(held)
+        matrix = np.memmap(target, _kind(dtypes[name]), "r+", offsets[name], shape=_matrix(shapes[name]))
+        matrix[slice(*held.piece.rows), _columns(held.piece)] = _cast(held, dtypes[name])
     # Several ranks store norms, biases and replicated heads, and a tied head is a copy of the embedding: where two
     # copies disagree, one of them now differs from what was written.
     faults = differences(checkpoint, out, progress)
     if faults:
         raise CheckpointError(f"the ranks of {checkpoint} disagree", why=faults[0])
+
+
+def _restored_types(pieces: Sequence[_Held], dtype: str) -> dict[str, str]:
+    """The type of each restored tensor: `dtype`, or a wider one that is stored and needed."""
+    out = {}
+    for held in pieces:
+        stored = held.file.tensors[held.plan.name].dtype
+        exact = stored == dtype or np.array_equal(
+            Caster(dtype, stored).cast(_cast(held, dtype).reshape(-1)), _flat(held)
+        )
+        out[held.piece.source] = dtype if exact else stored
+    return out
+
+
+def _cast(held: _Held, dtype: str) -> Bits:
+    """A piece as `dtype`. Raises CheckpointError for a value beyond it."""
+    stored = held.file.tensors[held.plan.name].dtype
+    if stored == dtype:
+        return _stored(held)
+    try:
+        return Caster(stored, dtype).cast(_flat(held)).reshape(_stored(held).shape)
+    except Overflow as error:
+        raise CheckpointError(f"tensor '{held.plan.name}' in {held.file.path} holds {error}") from None
+
+
+def _flat(held: _Held) -> Bits:
+    return np.ascontiguousarray(_stored(held)).reshape(-1)
 
 
 def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
@@ -146,10 +174,11 @@ def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
             entry = file.tensors.get(plan.name)
             if entry is None:
                 raise CheckpointError(f"tensor '{plan.name}' is missing from {file.path}")
-            if entry.shape != plan.shape or entry.dtype != SAFETENSORS_DTYPE[config.dtype]:
+            stored = plan.dtype or SAFETENSORS_DTYPE[config.dtype]
+            if entry.shape != plan.shape or entry.dtype != stored:
                 raise CheckpointError(
                     f"tensor '{plan.name}' in {file.path} is {entry.dtype} {list(entry.shape)}",
-                    why=f"config.json implies {SAFETENSORS_DTYPE[config.dtype]} {list(plan.shape)}",
+                    why=f"config.json implies {stored} {list(plan.shape)}",
                 )
             row = 0
             for piece in plan.pieces:
@@ -160,7 +189,7 @@ def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
 def _equal(held: _Held, tensor: LocatedTensor, caster: Caster) -> bool:
     ours = _stored(held)
     entry = tensor.entry
-    whole = np.memmap(tensor.path, _kind(entry.dtype), "r", entry.offset, shape=_two_dimensional(entry.shape))
+    whole = np.memmap(tensor.path, _kind(entry.dtype), "r", entry.offset, shape=_matrix(entry.shape))
     theirs = whole[slice(*held.piece.rows), _columns(held.piece)]
     rows = max(1, BLOCK_BYTES // max(1, theirs.shape[1] * theirs.itemsize))
     for start in range(0, len(theirs), rows):
@@ -192,11 +221,11 @@ def _stored(held: _Held) -> Bits:
 
 def _map(file: SafetensorsFile, plan: TensorPlan) -> Bits:
     entry = file.tensors[plan.name]
-    return np.memmap(file.path, _kind(entry.dtype), "r", entry.offset, shape=_two_dimensional(entry.shape))
+    return np.memmap(file.path, _kind(entry.dtype), "r", entry.offset, shape=_matrix(entry.shape))
 
 
 def _fits(piece: Piece, tensor: LocatedTensor) -> bool:
-    shape = _two_dimensional(tensor.entry.shape)
+    shape = _matrix(tensor.entry.shape)
     columns = shape[1] if piece.cols is None else piece.cols[1]
     return len(tensor.entry.shape) in (1, 2) and piece.rows[1] <= shape[0] and columns <= shape[1]
 
@@ -209,5 +238,6 @@ def _kind(dtype: str) -> type[np.unsignedinteger[Any]]:
     return np.uint32 if ITEMSIZE[dtype] == 4 else np.uint16
 
 
-def _two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[0], prod(shape[1:]))
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns; a vector has rows of one number."""
+    return (shape[0], 1) if len(shape) == 1 else (prod(shape[:-1]), shape[-1])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import Mapping, divisors
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
-from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # Weight-only kernels work on tiles of this many rows and columns.
 KERNEL_MULTIPLE = 64
@@ -30,9 +30,10 @@ def check_mapping(
             why=f"{NVFP4_VECTOR} numbers of a head share a scale",
             remedy="use --kv-cache fp8 or none",
         )
-    obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
-    if obstacle:
-        raise UsageError(obstacle, remedy=_remedy(model, mapping.tp_size, quantization))
+    if fault := _expert_fault(model, mapping):
+        raise UsageError(fault[0], remedy=fault[1])
+    if obstacle := _tp_obstacle(model, mapping, quantization):
+        raise UsageError(obstacle, remedy=_remedy(model, mapping, quantization))
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
         raise UsageError(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
@@ -46,41 +47,79 @@ def check_mapping(
         )
 
 
-def _remedy(model: Geometry, tp: int, quantization: Quantization) -> str:
+def check_expert_format(model: Geometry, quantization: Quantization, form: str) -> None:
+    """Raises UsageError for a quantization in which no runtime computes experts from the checkpoint format `form`."""
+    algo = quantization.quant_algo
+    if model.experts is None or algo is None or form in algo.row.expert_formats:
+        return
+    works = ", ".join(one.value for one in QuantAlgo if form in one.row.expert_formats)
+    others = [other for other in algo.row.expert_formats if other != form]
+    raise UsageError(
+        f"experts are not quantized with {algo.value} in the format {form}",
+        why="no runtime computes them so",
+        remedy=f"choose one of {works}{f', or --format {others[0]}' if others else ''}",
+    )
+
+
+def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:
     """A group size or tp sizes that the model can be split by, with another precision if there is none."""
 
     def fitting(way: Quantization) -> str:
-        return ", ".join(str(n) for n in range(1, model.num_attention_heads + 1) if not _tp_obstacle(model, n, way))
+        numbers = range(mapping.moe_ep_size, model.num_attention_heads + 1, mapping.moe_ep_size)
+        sizes = [Mapping(tp_size=number, moe_ep_size=mapping.moe_ep_size) for number in numbers]
+        return ", ".join(str(size.tp_size) for size in sizes if not _tp_obstacle(model, size, way))
 
     algo = quantization.quant_algo
     grouped = algo is not None and SMALL_GROUP in algo.row.group_sizes
     smaller = replace(quantization, group_size=SMALL_GROUP) if grouped else quantization
     if sizes := fitting(quantization):
-        instead = "" if _tp_obstacle(model, tp, smaller) else f"use --group-size {SMALL_GROUP}, or "
+        instead = "" if _tp_obstacle(model, mapping, smaller) else f"use --group-size {SMALL_GROUP}, or "
         return f"{instead}tp sizes that fit: {sizes}"
     if sizes := fitting(smaller):
         return f"with --group-size {SMALL_GROUP} tp sizes that fit: {sizes}"
     return f"with a --dtype without groups or tiles, such as bf16, tp sizes that fit: {fitting(UNQUANTIZED)}"
 
 
-def _inputs(model: Geometry, tp: int) -> str:
-    """Numbers of input features of a rank's linears, each number once, as text."""
-    sizes = {model.hidden_size, model.num_attention_heads * model.head_size // tp, model.intermediate_size // tp}
-    return " and ".join(str(size) for size in sorted(sizes))
+def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:
+    """(what, remedy) for a number of expert-parallel groups that the model cannot be split into."""
+    ep, experts = mapping.moe_ep_size, model.experts
+    if ep == 1:
+        return None
+    if experts is None:
+        return f"moe_ep_size {ep} is for a model with experts, and this one has none", "leave --moe-ep and --moe-tp out"
+    if experts.count % ep:
+        fitting = ", ".join(str(one) for one in divisors(mapping.tp_size) if experts.count % one == 0)
+        return f"moe_ep_size {ep} does not divide the {experts.count} experts", f"--moe-ep values that fit: {fitting}"
+    return None
 
 
-def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
+def _mlp(model: Geometry, mapping: Mapping) -> tuple[str, int, int]:
+    """(name, size, ranks that divide it) of the features of an MLP, or of one expert."""
+    if model.experts is None:
+        return "intermediate_size", model.intermediate_size, mapping.tp_size
+    return "intermediate_size of an expert", model.experts.intermediate_size, mapping.moe_tp_size
+
+
+def _inputs(model: Geometry, mapping: Mapping) -> tuple[int, ...]:
+    """Numbers of input features of a rank's linears, each number once, ascending."""
+    _, ffn, parts = _mlp(model, mapping)
+    attended = model.num_attention_heads * model.head_size // mapping.tp_size
+    return tuple(sorted({model.hidden_size, attended, ffn // parts}))
+
+
+def _rounding(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:
     """Size that weight-only kernels would round up, or "": the loader would then expect padding that is not written."""
-    algo = quantization.quant_algo
+    algo, tp = quantization.quant_algo, mapping.tp_size
     if algo is None or not algo.row.tiled:
         return ""
     unit = max(KERNEL_MULTIPLE, quantization.group_size if quantization.packed else 0)
     heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+    mlp, ffn, parts = _mlp(model, mapping)
     sizes = {
         "hidden_size": (model.hidden_size, unit * tp),
         "attention heads": (heads * model.head_size, unit),
         "queries, keys and values": ((heads + 2 * kv) * model.head_size, unit),
-        "intermediate_size": (model.intermediate_size // tp, unit),
+        mlp: (ffn // parts, unit),
     }
     for name, (size, multiple) in sizes.items():
         if size % multiple:
@@ -88,33 +127,38 @@ def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
     return ""
 
 
-def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
-    """Why the model cannot be split into `tp` ranks; "" when it can."""
-    kv = model.num_key_value_heads
+def _tp_obstacle(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:
+    """Why the model cannot be split into `mapping.tp_size` ranks; "" when it can."""
+    kv, tp = model.num_key_value_heads, mapping.tp_size
     if model.num_attention_heads % tp:
         return f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads"
     if kv % tp and tp % kv:
         return f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads, which ranks hold whole"
-    if model.intermediate_size % tp:
-        return f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}"
+    mlp, ffn, parts = _mlp(model, mapping)
+    if ffn % parts:
+        return f"{'tp_size' if model.experts is None else 'moe_tp_size'} {parts} does not divide {mlp} {ffn}"
+    inputs = _inputs(model, mapping)
+    named = " and ".join(map(str, inputs))
     if quantization.packed:
-        group, ffn = quantization.group_size, model.intermediate_size // tp
-        if any(n % group for n in (model.hidden_size, model.num_attention_heads * model.head_size // tp, ffn)):
-            return f"groups of {group} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
-        if ffn % 2 or model.head_size % 2 or model.hidden_size % 2:
+        group = quantization.group_size
+        if any(size % group for size in inputs):
+            return f"groups of {group} do not divide the {named} input features at tp_size {tp}"
+        if ffn // parts % 2 or model.head_size % 2 or model.hidden_size % 2:
             return f"an odd number of output features at tp_size {tp} cannot be packed two to a byte"
-    return _partial_block(model, tp, quantization) or _rounding(model, tp, quantization)
+    return _partial_block(model, mapping, quantization) or _rounding(model, mapping, quantization)
 
 
-def _partial_block(model: Geometry, tp: int, quantization: Quantization) -> str:
+def _partial_block(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:
     """Sizes that blocks of a fixed size do not divide, or "": runtimes join q, k and v, where a partial block would
     leave the next one out of step."""
-    algo = quantization.quant_algo
+    algo, tp = quantization.quant_algo, mapping.tp_size
     if algo is None or not algo.row.block:
         return ""
     block, kv = algo.row.block, max(1, model.num_key_value_heads // tp) * model.head_size
-    if any(int(size) % block for size in _inputs(model, tp).split(" and ")):
-        return f"blocks of {block} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
+    inputs = _inputs(model, mapping)
+    if any(size % block for size in inputs):
+        named = " and ".join(map(str, inputs))
+        return f"blocks of {block} do not divide the {named} input features at tp_size {tp}"
     if algo.row.scale == "block" and kv % block:
         return f"blocks of {block} do not divide the {kv} features of keys at tp_size {tp}"
     return ""

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from trtpipe.engines.families.base import Family
+from trtpipe.engines.families.base import Family, SourceNames
 from trtpipe.engines.model_config import Geometry
 
 
@@ -28,3 +28,9 @@ def families() -> Mapping[str, Family]:
 def family_of(model: Geometry) -> Family:
     """The family of a model whose config was read, so that its architecture is known."""
     return families()[model.architecture]
+
+
+def names_of(model: Geometry) -> SourceNames:
+    """Names of the tensors of a model's Hugging Face folder, those of its experts included."""
+    names = family_of(model).names
+    return names if model.experts is None else names.of_experts(model.experts.count)

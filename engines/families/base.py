@@ -6,12 +6,14 @@ families share is not asked: the embedding, the final norm and the head.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trtpipe.engines.base import Mapping as Ranks
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Geometry, ModelConfig
@@ -24,7 +26,11 @@ class SourceNames:
     layers            prefix before the number of a layer
     attention         prefix of the names of the KV cache's scales within a layer
     q, k, v, o        linears of the attention, by their names within a layer, as all names that follow
-    gate, up, down    linears of the MLP; gate is the activated one
+    gate, up, down    linears of the MLP; gate is the activated one. Of an expert, their names within it
+    experts           prefix before the number of an expert; "" for a dense model
+    router            linear whose outputs are the experts' scores
+    num_experts       experts of a layer, where they are known: see `engines.families.names_of`
+    q_norm, k_norm    norms of each head's queries and keys, in families that have them
     input_norm        norm before q, k and v
     post_norm         norm before gate and up
     """
@@ -41,6 +47,11 @@ class SourceNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    experts: str = ""
+    router: str = "mlp.gate"
+    num_experts: int = 0
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
 
@@ -53,15 +64,31 @@ class SourceNames:
         """Linears that share the attention's input."""
         return self.q, self.k, self.v
 
-    @property
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # few and small
+    def of_experts(self, count: int) -> SourceNames:
+        """The same names, with those of `count` experts."""
+        return replace(self, num_experts=count)
+
+    @functools.cached_property
+    def mlps(self) -> tuple[tuple[str, str, str], ...]:
+        """(gate, up, down) of the MLP, or of each expert."""
+        places = [f"{self.experts}{number}." for number in range(self.num_experts)] if self.experts else [""]
+        return tuple((place + self.gate, place + self.up, place + self.down) for place in places)
+
+    @functools.cached_property
     def mlp_inputs(self) -> tuple[str, ...]:
         """Linears that share the MLP's input."""
-        return self.gate, self.up
+        return tuple(name for gate, up, _ in self.mlps for name in (gate, up))
 
-    @property
+    @functools.cached_property
+    def matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of linears of one input that engines join into one matrix: q, k and v; gate and up, of each expert."""
+        return self.attention_inputs, *((gate, up) for gate, up, _ in self.mlps)
+
+    @functools.cached_property
     def linears(self) -> tuple[str, ...]:
-        """The linears of a layer, which are quantized."""
-        return *self.attention_inputs, self.o, *self.mlp_inputs, self.down
+        """The linears of a layer, which are quantized; a router is not."""
+        return *self.attention_inputs, self.o, *(name for mlp in self.mlps for name in mlp)
 
     def norm_before(self, linear: str) -> str | None:
         """Norm whose output `linear` reads; None when it reads something else."""
@@ -80,11 +107,13 @@ class Family(ABC):
     architectures  the Hugging Face `architectures` entries that it covers, each with its `model_type`
     names          names of its source tensors
     reduce_fusion  whether trtllm-build can fuse its all-reduce with the norm after it (`build.reduce_fusion`)
+    expert_size    key of an expert's features in the config.json of both kinds; "" for a family without experts
     """
 
     architectures: ClassVar[Mapping[str, str]]
     names: ClassVar[SourceNames] = SourceNames()
     reduce_fusion: ClassVar[bool]
+    expert_size: ClassVar[str] = ""
 
     @abstractmethod
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
@@ -107,7 +136,7 @@ class Family(ABC):
         """Tensors of a layer of the Hugging Face folder, name within the layer -> shape."""
 
     @abstractmethod
-    def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+    def plan_layer(self, model: Geometry, mapping: Ranks, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
         """Plans of a layer's unquantized tensors in a rank file, in file order.
 
         ours, theirs  prefixes of the layer's tensor names in the checkpoint and in the Hugging Face folder

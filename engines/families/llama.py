@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trtpipe.engines.base import Mapping as Ranks
+from trtpipe.engines.checkpoint.experts import expert_act_fault, expert_shapes, plan_experts
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import Family
@@ -34,7 +36,9 @@ class Llama(Family):
         base, scaling = fields.rotary()
         act = fields.raw.get("hidden_act", "silu")
         if act != "silu":
-            raise InputDataError(f"{path}: hidden_act is {act!r}", why="TensorRT-LLM's Llama computes silu")
+            raise InputDataError(
+                f"{path}: hidden_act is {act!r}", why=f"a {architecture} of TensorRT-LLM computes silu"
+            )
         return ModelConfig(
             architecture=architecture,
             dtype=fields.dtype(),
@@ -79,8 +83,18 @@ class Llama(Family):
         }
 
     def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
+        if self.expert_size:
+            return expert_act_fault(raw)
         act = raw.get("hidden_act")
-        return "" if act in (None, "silu") else f"hidden_act is {act!r}, Llama's is silu"
+        return "" if act in (None, "silu") else f"hidden_act is {act!r}, not silu"
+
+    def biased(self, model: Geometry) -> tuple[str, ...]:
+        """Linears of a layer that have a bias."""
+        return (*self.names.attention_inputs, self.names.o) if model.attn_bias else ()
+
+    def head_norms(self, model: Geometry) -> bool:
+        """Whether each head's queries and keys are normalised before they are rotated."""
+        return False
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
         return {
@@ -114,15 +128,19 @@ class Llama(Family):
         for name, rows, cols in ((names.q, q_out, hidden), (names.k, kv_out, hidden), (names.v, kv_out, hidden),
                                  (names.o, hidden, q_out)):  # fmt: skip
             out[f"{name}.weight"] = (rows, cols)
-            if model.attn_bias:
+            if name in self.biased(model):
                 out[f"{name}.bias"] = (rows,)
+        if self.head_norms(model):
+            out |= {f"{name}.weight": (model.head_size,) for name in (names.q_norm, names.k_norm)}
+        if model.experts is not None:
+            return out | expert_shapes(model.experts, hidden, names)
         out[f"{names.gate}.weight"] = (ffn, hidden)
         out[f"{names.up}.weight"] = (ffn, hidden)
         out[f"{names.down}.weight"] = (hidden, ffn)
         return out
 
-    def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
-        names, hidden, ffn = self.names, model.hidden_size, model.intermediate_size
+    def plan_layer(self, model: Geometry, mapping: Ranks, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+        names, hidden, ffn, tp = self.names, model.hidden_size, model.intermediate_size, mapping.tp_size
         q_rows = share(model.num_attention_heads * model.head_size, tp, tp_rank)
         kv_rows = kv_head_rows(model, tp, tp_rank)
         ffn_rows = share(ffn, tp, tp_rank)
@@ -137,14 +155,22 @@ class Llama(Family):
 
         yield TensorPlan(ours + "input_layernorm.weight", (hidden,), weight(names.input_norm, (0, hidden)))
         yield TensorPlan(ours + "attention.qkv.weight", (qkv_out, hidden), fused("weight"))
-        if model.attn_bias:
+        if names.q in self.biased(model):
             yield TensorPlan(ours + "attention.qkv.bias", (qkv_out,), fused("bias"))
         dense = weight(names.o, (0, hidden), q_rows)
         yield TensorPlan(ours + "attention.dense.weight", (hidden, q_rows[1] - q_rows[0]), dense)
-        if model.attn_bias:
+        if names.o in self.biased(model):
             # The bias of a row-parallel linear is whole on every rank and added once after the all-reduce.
             yield TensorPlan(ours + "attention.dense.bias", (hidden,), (Piece(f"{theirs}{names.o}.bias", (0, hidden)),))
+        if self.head_norms(model):
+            # One vector for all heads, whole on every rank.
+            size = model.head_size
+            yield TensorPlan(ours + "attention.q_layernorm.weight", (size,), weight(names.q_norm, (0, size)))
+            yield TensorPlan(ours + "attention.k_layernorm.weight", (size,), weight(names.k_norm, (0, size)))
         yield TensorPlan(ours + "post_layernorm.weight", (hidden,), weight(names.post_norm, (0, hidden)))
+        if model.experts is not None:
+            yield from plan_experts(model.experts, hidden, names, mapping, tp_rank, ours, theirs)
+            return
         # TensorRT-LLM computes act(fc(x)) * gate(x): its fc is gate_proj, its gate is up_proj.
         yield TensorPlan(ours + "mlp.fc.weight", (ffn // tp, hidden), weight(names.gate, ffn_rows))
         yield TensorPlan(ours + "mlp.gate.weight", (ffn // tp, hidden), weight(names.up, ffn_rows))
@@ -154,7 +180,7 @@ class Llama(Family):
         if model.mlp_bias:
             raise InputDataError(
                 f"{folder} has biases in its feed-forward layers (mlp_bias)",
-                why="a TensorRT-LLM Llama has none, and upstream's converter drops them silently",
+                why=f"a {model.architecture} of TensorRT-LLM has none, and its converter drops them silently",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,13 +68,11 @@ class ChatTemplate:
         """Compile the template now. Raises jinja2.TemplateError."""
         self._compiled  # noqa: B018
 
-    def __call__(self, messages: list[Message]) -> str:
+    def __call__(self, messages: list[Message], settings: Mapping[str, Any] | None = None) -> str:
+        """Render the prompt. `settings` are variables of the model's own template, such as Qwen 3's enable_thinking."""
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return str(
-                self._compiled.render(
-                    messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
-                )
-            )
+            return str(self._compiled.render({**(settings or {}), **given, **self._special}))
         except MemoryError:
             raise
         except Exception as error:  # a template is a program, and may fail in any way

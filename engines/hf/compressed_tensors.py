@@ -9,6 +9,7 @@ Source: the wheels compressed-tensors 0.17 to 0.20 (quantization/quant_config.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError
@@ -39,8 +40,8 @@ def bits(row: Algorithm) -> int:
     return 4 if row.scale == "group" else 8
 
 
-def make(quantization: Quantization, head: str) -> dict[str, Any]:
-    """The `quantization_config` of a folder; `head` is the name of the head, which is not quantized."""
+def make(quantization: Quantization, ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of a folder; `ignored` are the names of linears that are not quantized."""
     algo = quantization.quant_algo
     assert algo is not None
     row, kind = algo.row, _kind(algo.row)
@@ -71,7 +72,7 @@ def make(quantization: Quantization, head: str) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "format": storage(row),
         "global_compression_ratio": None,
-        "ignore": [head],
+        "ignore": list(ignored),
         "kv_cache_scheme": cache,
         "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",
@@ -81,8 +82,11 @@ def make(quantization: Quantization, head: str) -> dict[str, Any]:
     }
 
 
-def parse(raw: dict[str, Any], where: str, head: str = "lm_head") -> Quantization:
+def parse(raw: dict[str, Any], where: str, head: str = "lm_head", router: str = "") -> Quantization:
     """Parse a `quantization_config` whose `quant_method` is compressed-tensors; messages begin with `where`.
+
+    head    name of the head
+    router  name within a layer of the experts' router, which may be without quantization as the head must be
 
     Raises InputDataError for what is damaged, and for what no algorithm here computes: several schemes, zero points,
     reordered groups, sparse or transformed weights, a quantized head.
@@ -98,7 +102,7 @@ def parse(raw: dict[str, Any], where: str, head: str = "lm_head") -> Quantizatio
     (scheme,) = groups.values()
     if scheme.get("targets") != [_ALL]:
         raise _unread(where, f"its scheme is for {scheme.get('targets')!r}, not for every {_ALL}", "other targets")
-    _check_ignored(raw.get("ignore"), where, head)
+    _check_ignored(raw.get("ignore"), where, head, router)
     if scheme.get("output_activations"):
         raise _unread(where, "it has output_activations", "quantized outputs")
     weights, inputs = (_read_args(scheme.get(part), f"{where}: {part}") for part in ("weights", "input_activations"))
@@ -192,11 +196,12 @@ def _cache(raw: Any, where: str) -> KvCacheQuantAlgo | None:
     return KvCacheQuantAlgo.FP8
 
 
-def _check_ignored(ignored: Any, where: str, head: str) -> None:
+def _check_ignored(ignored: Any, where: str, head: str, router: str) -> None:
     ignored = [] if ignored is None else ignored
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise InputDataError(f"{where}: ignore is not a list of names")
-    inner = [name for name in ignored if not _names(name, head) and "embed" not in name]
+    routed = [name for name in ignored if router and name.removesuffix("$").endswith(f".{router}")]
+    inner = [name for name in ignored if not _names(name, head) and "embed" not in name and name not in routed]
     if inner:
         raise _unread(where, f"it ignores {inner[0]!r}", "layers of mixed precision")
     if not any(_names(name, head) for name in ignored):

@@ -12,6 +12,7 @@ from typing import Any
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.model_config import Experts
 from trtpipe.engines.sizes import excess
 
 
@@ -55,6 +56,19 @@ class ConfigFields:
         except ValueError:
             raise InputDataError(f"{self.path}: dtype {value!r} is none of bfloat16, float16, float32") from None
 
+    def experts(self, counts: tuple[str, ...], size: str, *, normalize: bool) -> Experts:
+        """The experts of every layer; `counts` are keys of their number, any will do, `size` that of their features.
+
+        transformers 5 writes num_local_experts for families whose published configs say num_experts.
+        """
+        stated = {key: self.count(key) for key in counts if self.raw.get(key) is not None}
+        _require_one(self.path, stated)
+        count = next(iter(stated), counts[0])
+        number, top_k = self.count(count), self.count("num_experts_per_tok")
+        if top_k > number:
+            raise InputDataError(f"{self.path}: num_experts_per_tok {top_k} exceeds {count} {number}")
+        return Experts(count=number, top_k=top_k, normalize=normalize, intermediate_size=self.count(size))
+
     def rotary(self) -> tuple[float, dict[str, Any] | None]:
         """(rotary_base, rotary_scaling) from either form, for whole heads. Also raises if the two forms contradict."""
         path, raw = self.path, self.raw
@@ -75,7 +89,7 @@ class ConfigFields:
             if place.get("partial_rotary_factor") not in (None, 1):
                 raise InputDataError(
                     f"{path}: partial_rotary_factor is {place['partial_rotary_factor']!r}",
-                    why="TensorRT-LLM's Llama rotates whole heads",
+                    why="TensorRT-LLM's models of this kind rotate whole heads",
                 )
         _require_one(path, bases)
         _require_one(path, {key: scaling and _spelt_anew(scaling) for key, scaling in scalings.items()})

@@ -14,7 +14,7 @@ from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE
@@ -93,12 +93,18 @@ def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Pa
 
 def linear_names(model: ModelConfig) -> dict[str, str]:
     """Full name of each linear's weight -> the linear's name within its layer."""
-    names = family_of(model).names
+    names = names_of(model)
     return {
         f"{names.layer(layer)}{linear}.weight": linear
         for layer in range(model.num_hidden_layers)
         for linear in names.linears
     }
+
+
+def router_names(model: ModelConfig) -> list[str]:
+    """Full names of the routers, which are not quantized; none for a dense model."""
+    names = names_of(model)
+    return [names.layer(layer) + names.router for layer in range(model.num_hidden_layers) if model.experts]
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:

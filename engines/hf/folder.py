@@ -33,8 +33,8 @@ TOKENIZER_FILES = (
 )
 
 
-class NotALlama(InputDataError):
-    """A folder without a dense model of the Llama family."""
+class UnknownModel(InputDataError):
+    """A folder without a model of a known family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class LocatedTensor:
 def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
     """Read and normalise `folder`/config.json; with `quantized` it may describe quantized weights.
 
-    Raises InputDataError, and NotALlama for another architecture.
+    Raises InputDataError, and UnknownModel for another architecture.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise NotALlama(
+        raise UnknownModel(
             f"{folder} is not a Hugging Face model folder",
             why="it has no config.json" if folder.is_dir() else "there is no such folder",
             remedy="give the model's folder",
@@ -70,12 +70,14 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
     names = raw.get("architectures")
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if architecture is None:
-        raise NotALlama(f"{path} names no architecture", remedy="give a folder whose config.json has `architectures`")
+        raise UnknownModel(
+            f"{path} names no architecture", remedy="give a folder whose config.json has `architectures`"
+        )
     family = families().get(architecture)
     if family is None:
-        raise NotALlama(
+        raise UnknownModel(
             f"{path} describes a {architecture}",
-            why="trtpipe converts dense Llama-family models",
+            why="trtpipe reads no model of this architecture",
             remedy=suggestion(architecture, families()),
         )
     if not quantized and (raw.get("quantization_config") is not None or (path.parent / DETAILS).is_file()):

@@ -119,7 +119,7 @@ def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int,
     """Raise GgufError for a missing tensor or a wrong shape: the library would invent its values."""
     kind = keys.get("general.architecture")
     if kind not in ARCHITECTURES:
-        raise GgufError(f"{path} describes a {kind}", why="trtpipe converts dense Llama-family models")
+        raise GgufError(f"{path} describes a {kind}", why="GGUF files of Llama and Mistral alone are read")
 
     def size(key: str, name: str, default: int | None = None) -> int:
         value = keys.get(f"{kind}.{key}", default)

@@ -6,6 +6,7 @@ A method (`quant_method` of config.json) says which tensors stand for the weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.families import families, family_of
+from trtpipe.engines.families import families, names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors, fp8_method
 from trtpipe.engines.hf.config_fields import ConfigFields
@@ -63,7 +64,8 @@ class Stored:
 
     def faults(self, model: ModelConfig, found: Mapping[str, LocatedTensor]) -> Iterator[str]:
         """Differences between the tensors `found` and those that the config implies."""
-        names, layout = family_of(model).names, _layout(METHODS[self.method].plan(model, self.quantization))
+        found = under_published_names(found, names_of(model))
+        names, layout = names_of(model), _layout(METHODS[self.method].plan(model, self.quantization))
         scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
         # Without any scale of keys and values the runtimes use 1.
         if not scales & found.keys():
@@ -89,6 +91,16 @@ class Stored:
         weights = f"{algo.value if algo else 'unquantized'} weights"
         groups = f" in groups of {self.quantization.group_size}" if self.quantization.packed else ""
         return f"{weights}{groups}{f' and an {cache.value} KV cache' if cache else ''}, stored by {self.method}"
+
+
+def under_published_names(located: Mapping[str, LocatedTensor], names: SourceNames) -> Mapping[str, LocatedTensor]:
+    """The tensors under the names of the published models: llm-compressor calls a Mixtral's w1, w3 and w2 by the names
+    that most families have."""
+    usual = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
+    if not names.experts or names.gate in usual:
+        return located
+    pattern = re.compile(rf"({re.escape(names.experts)}\d+\.)({'|'.join(usual)})\.")
+    return {pattern.sub(lambda m: f"{m[1]}{usual[m[2]]}.", name): tensor for name, tensor in located.items()}
 
 
 def deviations(found: Mapping[str, LocatedTensor], layout: Layout, within: str = "") -> Iterator[str]:
@@ -161,7 +173,11 @@ METHODS = {
         cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale"),
     ),
     COMPRESSED_TENSORS: _Method(
-        parse=_alone(lambda raw, where, names: compressed_tensors.parse(raw, where, names.head)),
+        parse=_alone(
+            lambda raw, where, names: compressed_tensors.parse(
+                raw, where, names.head, names.router if names.experts else ""
+            )
+        ),
         plan=compressed.plan,
         cache=_of_attention,
     ),
@@ -203,7 +219,8 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
 
 
 def _names(raw: dict[str, Any]) -> SourceNames:
-    """Names of the model's family; Llama's for a model of another, which is refused elsewhere."""
+    """Names of the model's family, as if it had one expert; Llama's for a model of another, which is refused
+    elsewhere."""
     named = raw.get("architectures")
     family = families().get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
-    return family.names if family else SourceNames()
+    return family.names.of_experts(1) if family else SourceNames()

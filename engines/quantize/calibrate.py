@@ -24,7 +24,9 @@ from transformers import AutoConfig, AutoModel
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.model_config import Experts
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize.expert_layer import ExpertLayer, share_scales
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales
 
 # ModelOpt's quantizer of each type of KV cache that it calibrates.
@@ -39,7 +41,8 @@ class Calibrator:
 
     modelopt      name of a ModelOpt configuration, such as FP8_DEFAULT_CFG; None quantizes no weights
     samples       [samples, seq_len] token ids
-    names         names of the family's tensors, which transformers' modules have too
+    names         names of the family's tensors, which transformers' modules have too, but those of experts
+    experts       None for a dense model
     batch_tokens  tokens in one forward pass; more tokens are faster and take more memory
     scratch       folder for hidden states that do not fit into memory
     """
@@ -51,13 +54,16 @@ class Calibrator:
         samples: npt.NDArray[np.int32],
         quantization: Quantization,
         names: SourceNames,
+        experts: Experts | None,
         *,
         modelopt: str | None,
         batch_tokens: int,
         scratch: Path,
         hidden_bytes: int,
     ) -> None:
-        self._quantization, self._names = quantization, names
+        self._quantization, self._names, self._experts = quantization, names, experts
+        # Layer -> numbers of its experts that no token of the samples has reached.
+        self.unreached: dict[int, list[int]] = {}
         self._recipe = _configuration(modelopt, quantization)
         config = AutoConfig.from_pretrained(folder)
         # A model of one layer and a vocabulary of one token.
@@ -107,6 +113,9 @@ class Calibrator:
                 remedy="look at its weights with `trtpipe inspect`",
             ) from None
         scales = self._scales(layer, qkv)
+        shared = self._experts is not None and self._quantization.quant_algo is not None
+        if shared and (unreached := share_scales(scales.linears, self._names)):
+            self.unreached[index] = unreached
         # ModelOpt's modules form reference cycles: without this the weights would stay until garbage collection.
         for module in model.modules():
             module._parameters.clear()
@@ -120,10 +129,22 @@ class Calibrator:
         if self._quantization.pre_quant_scale:
             # Clone, since smoothing changes the weights in place.
             weights = {name: tensor.clone() for name, tensor in weights.items()}
-        model.layers[0].load_state_dict(weights, assign=True)
+        self._load(model.layers[0], weights)
         model.embed_tokens = torch.nn.Identity()
         model.norm = torch.nn.Identity()
         return model.eval()
+
+    def _load(self, layer: Any, weights: dict[str, torch.Tensor]) -> None:
+        facts, names = self._experts, self._names
+        if facts is None:
+            layer.load_state_dict(weights, assign=True)
+            return
+        # transformers' releases have called this module by different names.
+        place = next(name for name, module in layer.named_children() if hasattr(module, "experts"))
+        setattr(layer, place, torch.nn.Identity())
+        apart = (f"{names.router}.weight", *(f"{name}.weight" for mlp in names.mlps for name in mlp))
+        layer.load_state_dict({name: weights[name] for name in weights.keys() - set(apart)}, assign=True)
+        setattr(layer, place, ExpertLayer(names, facts, weights))
 
     def _batches(self) -> Iterator[slice]:
         for start in range(0, len(self._hidden), self._rows):
@@ -157,8 +178,9 @@ class Calibrator:
             return quantizer.amax.float().reshape(()).cpu()  # type: ignore[no-any-return]
 
         linears: dict[str, LinearScales] = {}
+        of_experts = next((part.linears() for part in layer.children() if isinstance(part, ExpertLayer)), {})
         for name in self._names.linears if self._recipe is not None else ():
-            linear = layer.get_submodule(name)
+            linear = of_experts[name] if name in of_experts else layer.get_submodule(name)
             linears[name] = LinearScales(input_amax=amax(linear.input_quantizer), smooth=_smooth(linear))
         attention = layer.get_submodule(self._names.attention.rstrip("."))
         k = v = None
@@ -205,8 +227,8 @@ def _smooth(linear: Any) -> torch.Tensor | None:
     if not hasattr(linear.input_quantizer, "_pre_quant_scale"):
         return None
     if hasattr(linear, "awq_lite"):
-        best: torch.Tensor = linear.awq_lite.best_scale
-        return (1.0 / best).cpu()
+        best: torch.Tensor | None = linear.awq_lite.best_scale
+        return None if best is None else (1.0 / best).cpu()
     # SmoothQuant with alpha 1, as in `mtq.smoothquant`: the factor of a channel that is always zero is 1.
     amax = linear.input_quantizer._amax_for_smoothing.float().reshape(-1)
     smooth: torch.Tensor = 1.0 / amax

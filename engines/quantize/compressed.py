@@ -12,18 +12,17 @@ from pathlib import Path
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.checkpoint.plan import TensorPlan
-from trtpipe.engines.families import family_of
-from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.families import names_of
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf import compressed_tensors
-from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, router_names, whole
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
-    names, algo, linears = family_of(model).names, quantization.quant_algo, linear_names(model)
+    names, algo, linears = names_of(model), quantization.quant_algo, linear_names(model)
     assert algo is not None
     for name, shape in source_shapes(model).items():
         if name in linears:
@@ -49,8 +48,8 @@ def _linear(stem: str, shape: tuple[int, ...], algo: QuantAlgo, group_size: int)
         yield whole(stem + "input_scale", (1,), None)
 
 
-def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quantization, names: SourceNames) -> None:
+def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quantization, model: ModelConfig) -> None:
     """Write config.json, and copy the tokenizer."""
-    method = compressed_tensors.make(quantization, names.head)
+    method = compressed_tensors.make(quantization, [names_of(model).head, *router_names(model)])
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
     copy_companions(source, out)

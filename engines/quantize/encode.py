@@ -33,15 +33,14 @@ def for_tensorrt_llm(
     """
     algo = quantization.quant_algo
     # FP8 and NVFP4 also run fc and gate as one matrix; the other algorithms run them separately.
-    both = source.attention_inputs, source.mlp_inputs
-    fused = both if algo is not None and algo.row.scale in ("tensor", "vector") else both[:1]
+    fused = source.matrices if algo is not None and algo.row.scale in ("tensor", "vector") else source.matrices[:1]
     out = _others(weights, source)
     if algo is None or algo.row.engine_encodes:
         out.update(weights)
     else:
-        smoothed = _smoothed(weights, scales, quantization, source, (source.attention_inputs,))
+        smoothed = _smoothed(weights, scales, quantization, source, (source.attention_inputs, *_of_experts(source)))
         for name in source.linears:
-            group = next((names for names in fused if name in names), (name,))
+            group = _group(name, fused)
             made = _linear(name, group, smoothed, scales, quantization, TENSORRT_LLM)
             if quantization.packed:
                 made["weight"] = made["weight"].view(torch.int8)
@@ -56,12 +55,12 @@ def for_hugging_face(
     """Encode a layer's tensors for ModelOpt's unified folder. Raises InputDataError as `for_tensorrt_llm` does."""
     algo = quantization.quant_algo
     assert algo is not None
-    groups = (source.attention_inputs, source.mlp_inputs)
     out = _others(weights, source)
-    smoothed = _smoothed(weights, scales, quantization, source, groups)
+    smoothed = _smoothed(weights, scales, quantization, source, source.matrices)
     for name in source.linears:
-        group = next((names for names in groups if name in names), (name,))
-        made = _linear(name, group, smoothed, scales, quantization, HUGGING_FACE)
+        group = _group(name, source.matrices)
+        fused = source.experts != "" and name in source.mlp_inputs
+        made = _linear(name, group, smoothed, scales, quantization, HUGGING_FACE, fused=fused)
         if quantization.packed and len(group) > 1:
             # The group's smoothing vector is folded into the norm before it, so the linear needs none.
             before = f"{source.norm_before(name)}.weight"
@@ -86,15 +85,16 @@ def for_compressed_tensors(
     """Encode a layer's tensors for llm-compressor's folder. Raises InputDataError as `for_tensorrt_llm` does."""
     algo = quantization.quant_algo
     assert algo is not None
-    groups = (source.attention_inputs, source.mlp_inputs)
     out = _others(weights, source)
     dtype = weights[f"{source.o}.weight"].dtype
+    # A vector is folded into what makes the input: one norm for all experts, but up's rows of each for its down.
+    groups = (source.attention_inputs, source.mlp_inputs)
     smoothed = _smoothed(weights, scales, quantization, source, groups)
     values = 1.0
     if quantization.pre_quant_scale:
         smoothed, values = fold(smoothed, out, source, head_size)
     for name in source.linears:
-        group = next((names for names in groups if name in names), (name,))
+        group = _group(name, source.matrices)
         made = _linear(name, group, smoothed, scales, quantization, COMPRESSED_TENSORS, scale_type=dtype)
         out.update({f"{name}.{part}": tensor for part, tensor in pack(made, algo, dtype).items()})
     if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
@@ -103,6 +103,16 @@ def for_compressed_tensors(
         out[f"{source.attention}k_scale"] = (scales.k_amax / E4M3_MAX).reshape(1).to(dtype)
         out[f"{source.attention}v_scale"] = (scales.v_amax * values / E4M3_MAX).reshape(1).to(dtype)
     return out
+
+
+def _group(name: str, groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """The linears of `groups` that share `name`'s input, itself included."""
+    return next((names for names in groups if name in names), (name,))
+
+
+def _of_experts(source: SourceNames) -> tuple[tuple[str, ...], ...]:
+    """Linears for which engines have one smoothing vector: those of all experts that stand in one stack."""
+    return (source.mlp_inputs, tuple(down for _, _, down in source.mlps)) if source.experts else ()
 
 
 def _others(weights: Mapping[str, torch.Tensor], source: SourceNames) -> Tensors:
@@ -154,8 +164,13 @@ def _linear(
     quantization: Quantization,
     form: Format,
     scale_type: torch.dtype = torch.float32,
+    *,
+    fused: bool = False,
 ) -> Tensors:
-    """Codes and scales of one linear, by their roles; `group` are the linears with the same input."""
+    """Codes and scales of one linear, by their roles; `group` are the linears with the same input.
+
+    fused  whether they share the scale of a tensor also where the format's linears do not
+    """
     algo = quantization.quant_algo
     assert algo is not None
     weight, smooth = smoothed[name]
@@ -177,8 +192,9 @@ def _linear(
     made = load_arithmetic(algo).encode(
         Unencoded(
             weight=weight,
-            # Only TensorRT-LLM fuses the matrices; in the Hugging Face format each weight has its own scale.
-            matrix=weights if form.fuses else [weight],
+            # Only TensorRT-LLM fuses the matrices; in the Hugging Face formats each weight has its own scale, but
+            # ModelOpt gives gate and up of an expert one, as readers want it.
+            matrix=weights if form.fuses or fused else [weight],
             group=weights,
             input_amax=lambda: torch.stack([input_amax(one).to(weight.device) for one in group]).amax(),
             group_size=quantization.group_size,

@@ -3,7 +3,7 @@
 A linear's input is to be multiplied by a vector. What makes the input is multiplied instead:
 
     q, k, v      the norm before them
-    gate, up     the norm before them
+    gate, up     the norm before them; experts have one vector, and the router is divided by it
     down         the rows of up: the input is act(gate) * up
     o            the rows of v: the input is a mean of values. Query heads that share a key/value head need one vector
                  for all: the smallest factor of each feature, and o makes up for the rest. So the largest input
@@ -30,9 +30,13 @@ def fold(linears: Smoothed, others: Tensors, source: SourceNames, head_size: int
     for name, (weight, vector) in linears.items():
         assert vector is not None, name
         weights[name], vectors[name] = weight.float(), vector.float()
-    for name, norm in ((source.q, source.input_norm), (source.gate, source.post_norm)):
+    for name, norm in ((source.q, source.input_norm), (source.mlp_inputs[0], source.post_norm)):
         _multiply(others, f"{norm}.weight", vectors[name])
-    weights[source.up] = weights[source.up] * vectors[source.down][:, None]
+    if source.experts:
+        # The router reads the same norm.
+        _multiply(others, f"{source.router}.weight", 1.0 / vectors[source.mlp_inputs[0]])
+    for _, up, down in source.mlps:
+        weights[up] = weights[up] * vectors[down][:, None]
     heads = vectors[source.o].view(len(weights[source.v]) // head_size, -1, head_size)
     shared = heads.amin(dim=1, keepdim=True)
     weights[source.o] = weights[source.o] * (heads / shared).flatten()

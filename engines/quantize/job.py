@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
 from trtpipe.engines.errors import HostError, UsageError, suggestion
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.process import Progress, run_worker
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, FORMATS, KvCacheQuantAlgo, QuantRecipe
@@ -50,6 +51,7 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
             why=f"that format has no place for {algo.value}",
             remedy=f"use --format {' or '.join(algo.row.formats)}",
         )
+    check_expert_format(model, recipe.quantization, layout.form)
     if layout.form == "trtllm":
         check_mapping(model, layout.mapping, layout.embedding, recipe.quantization)
         return
@@ -87,8 +89,8 @@ def quantize(
     hidden_bytes: int | None = None,
     log: Path,
     progress: Progress = lambda done, total: None,
-) -> None:
-    """Calibrate the Hugging Face folder `source`, or read its `scales` from a file, and write `out`.
+) -> list[str]:
+    """Calibrate the Hugging Face folder `source`, or read its `scales` from a file, and write `out`; return notices.
 
     out           an existing empty folder; None writes no model (then `save_scales` is the result)
     dtype         element type of what is not quantized; None keeps the source's type, but float32 becomes bfloat16
@@ -138,8 +140,15 @@ def quantize(
             "batch_tokens": batch_tokens,
             "hidden_bytes": hidden_bytes,
             "scratch": scratch,
+            "notes": str(Path(scratch, "notes.json")),
         }
         run_worker("trtpipe.engines.quantize.worker", spec, log, what="quantizing", progress=progress)
+        unreached = read_json(Path(scratch, "notes.json"), "notes")["unreached"]
+    return [
+        f"no sample reached expert{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of layer {layer}: "
+        "the scale of its inputs is the other experts'; more --samples would reach more"
+        for layer, numbers in unreached.items()
+    ]
 
 
 def require_modelopt() -> None:

@@ -58,7 +58,8 @@ def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantiz
             tensors[f"{prefix}{name}.smooth"] = linear.smooth  # type: ignore[assignment]
         for cache in ("k_amax", "v_amax", "qkv_amax"):
             tensors[f"{prefix}{names.attention}{cache}"] = getattr(layer, cache)
-    known = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    # A copy of each, since the file cannot hold one number under two names, as experts have it.
+    known = {name: tensor.contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
     save_file(known, path, metadata=_purpose(quantization))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trtpipe.engines.checkpoint.convert import check_source
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.hf.folder import locate_tensors
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
@@ -25,7 +25,7 @@ class Source:
         check_source(folder, model, self._located)
         self._dtype, self._device = dtype, device
         self._mapped = MappedTensors(self._located, torch.device("cpu"))
-        self._names = family_of(model).names
+        self._names = names_of(model)
         self._layers = model.num_hidden_layers
         self._pool = ThreadPoolExecutor(1)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -37,11 +37,12 @@ class Source:
         return sum(tensor.entry.nbytes for tensor in self._located.values())
 
     def tensor(self, name: str, *, on_device: bool = True) -> torch.Tensor:
-        """Read a tensor by its full name, to the device or to the CPU."""
+        """Read a tensor by its full name, to the device or to the CPU. A router keeps its type: see `Writer`."""
         mapped = self._mapped[name]
+        dtype = mapped.dtype if self._names.experts and name.endswith(f"{self._names.router}.weight") else self._dtype
         # On a CPU only a copy reads the file in the background; a mapped page is read at its first use.
         copy = on_device and self._device.type == "cpu"
-        return mapped.to(device=self._device if on_device else mapped.device, dtype=self._dtype, copy=copy)
+        return mapped.to(device=self._device if on_device else mapped.device, dtype=dtype, copy=copy)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """Read the tensors of decoder layer `index`, by their names within it."""

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.stored import Stored, read_stored
 from trtpipe.engines.json_input import read_json
@@ -66,7 +67,9 @@ def convert_stored(
     model, stored = read_model_config(source, quantized=True), read_stored(source)
     if stored is None:
         raise UsageError(f"{source} is not quantized", remedy="use `trtpipe convert` for it")
+    family_of(model).check_source(source, model)
     require_convertible(stored, str(source))
+    check_expert_format(model, stored.quantization, "trtllm")
     check_mapping(model, mapping, quantization=stored.quantization)
     with tempfile.TemporaryDirectory(prefix=".convert.", dir=log.parent) as scratch:
         notes = Path(scratch, "notes.json")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
-from trtpipe.engines.hf.stored import Stored, read_stored
+from trtpipe.engines.hf.stored import Stored, read_stored, under_published_names
 from trtpipe.engines.process import Progress, serve_worker
 from trtpipe.engines.quantization import Algorithm
 from trtpipe.engines.quantize.algorithms import Tensors
@@ -30,10 +30,10 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     source, out = Path(spec["source"]), Path(spec["out"])
     model, stored = read_model_config(source, quantized=True), read_stored(source)
     assert stored is not None
-    located, names = locate_tensors(source), family_of(model).names
+    located, names = locate_tensors(source), names_of(model)
     stored.check(source, model, located)
     dtype = stored.dtype
-    tensors = MappedTensors(located, torch.device("cpu"))
+    tensors = MappedTensors(under_published_names(located, names), torch.device("cpu"))
     total, rounded = sum(tensor.entry.nbytes for tensor in located.values()), 0
     with Writer(SAFETENSORS_DTYPE[dtype]) as writer, torch.no_grad():
         lay_out_checkpoint({**spec, "embedding": "none"}, model, dtype, stored.quantization, out, writer)
@@ -44,7 +44,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
             rounded += count
             progress((index + 1) * total // model.num_hidden_layers, total)
         for name in writer.missing:
-            writer.write(name, tensors[name].to(TORCH_DTYPE[dtype]))
+            writer.write(name, tensors[name])
     write_json(Path(spec["notes"]), {"rounded": rounded})
 
 
@@ -54,14 +54,20 @@ def _layer(
     """A layer's quantized tensors and cache scales, under the names of `plan_rank`, and a count of rounded matrices."""
     out: Tensors = {}
     rounded, algo = 0, stored.quantization.quant_algo
+    # An engine has one scale of the inputs for all experts.
+    stacks = (source.mlp_inputs, tuple(down for _, _, down in source.mlps)) if source.experts else ()
+    of_stack = {name: _input_scale(tensors, prefix, stack) for stack in stacks for name in stack[:1]}
+    of_experts = {name: of_stack[stack[0]] for stack in stacks for name in stack}
     # FP8 also runs fc and gate as one matrix.
-    both = (source.attention_inputs, source.mlp_inputs)
-    fused = both if algo is not None and algo.row.fp8_tensors else both[:1]
+    fused = source.matrices if algo is not None and algo.row.fp8_tensors else source.matrices[:1]
     groups = [*fused, *((name,) for name in source.linears if not any(name in group for group in fused))]
     if algo is not None:
         names = TENSORRT_LLM.names(algo)
         for group in groups:
             linears = [read_linear(tensors, prefix + name, stored.quantization) for name in group]
+            for name, linear in zip(group, linears, strict=True):
+                if "input_scale" in linear and name in of_experts:
+                    linear["input_scale"] = of_experts[name]
             rounded += _share(linears, algo.row)
             for name, linear in zip(group, linears, strict=True):
                 if algo.row.smoothed:
@@ -86,6 +92,12 @@ def _layer(
         }
         out.update({source.attention + name: scale for name, scale in scales.items()})
     return out, rounded
+
+
+def _input_scale(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> torch.Tensor:
+    """The largest scale of the inputs of some linears, [] float32; 0 where they have none."""
+    scales = [tensors[name] for one in names if (name := f"{prefix}{one}.input_scale") in tensors]
+    return torch.stack([scale.reshape(()).float() for scale in scales]).amax() if scales else torch.zeros(())
 
 
 def _share(linears: Sequence[Tensors], row: Algorithm) -> int:

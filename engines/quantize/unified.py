@@ -17,10 +17,10 @@ from trtpipe.engines.checkpoint.config import parse_quantization
 from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, router_names, whole
 from trtpipe.engines.hf.folder import DETAILS, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
@@ -29,7 +29,7 @@ from trtpipe.engines.quantize.formats import HUGGING_FACE
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
-    names = family_of(model).names
+    names = names_of(model)
     cached = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is not None
     linears = linear_names(model)
@@ -74,7 +74,7 @@ def _linear(
 
 
 def write_settings(
-    source: Path, out: Path, dtype: DataType, quantization: Quantization, names: SourceNames, producer_version: str
+    source: Path, out: Path, dtype: DataType, quantization: Quantization, model: ModelConfig, producer_version: str
 ) -> None:
     """Write config.json and hf_quant_config.json, and copy the tokenizer."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
@@ -84,7 +84,8 @@ def write_settings(
         facts["group_size"] = quantization.group_size
     if quantization.packed:
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
-    excluded = [names.head, names.embedding]
+    names = names_of(model)
+    excluded = [names.head, names.embedding, *router_names(model)]
     producer = {"name": "modelopt", "version": producer_version}
     write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": excluded}})
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}

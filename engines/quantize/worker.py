@@ -20,7 +20,7 @@ from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank, rank_file
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.export import lay_out
@@ -55,7 +55,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     source_folder, out = Path(spec["source"]), Path(spec["out"])
     model = read_model_config(source_folder)
     dtype, quantization = DataType(spec["dtype"]), _quantization(spec["quantization"])
-    device, names = find_device(spec["device"]), family_of(model).names
+    device, names = find_device(spec["device"]), names_of(model)
     source = Source(source_folder, model, TORCH_DTYPE[dtype], device)
     where = ["before the first layer"]
     with ExitStack() as stack:
@@ -69,30 +69,37 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
             encode = for_hugging_face
             _lay_out_folder(unified.plan(model, quantization), dtype, out, writer)
             unified.write_settings(
-                source_folder, out, dtype, quantization, names, importlib.metadata.version("nvidia-modelopt")
+                source_folder, out, dtype, quantization, model, importlib.metadata.version("nvidia-modelopt")
             )
         elif spec["format"] == "compressed-tensors":
             encode = functools.partial(for_compressed_tensors, head_size=model.head_size)
             _lay_out_folder(compressed.plan(model, quantization), dtype, out, writer)
-            compressed.write_settings(source_folder, out, dtype, quantization, names)
+            compressed.write_settings(source_folder, out, dtype, quantization, model)
         found = []
         # Progress counts the bytes of the weights, as converting does.
         total = source.nbytes
         with _Background(encode, writer, quantization, names, device) as background:
             background.put_others(source)
-            for index, (weights, scales) in enumerate(_layers(spec, source, model, quantization, where)):
+            unreached: dict[int, list[int]] = {}
+            for index, (weights, scales) in enumerate(_layers(spec, source, model, quantization, where, unreached)):
                 found.append(scales)
                 background.put(index, weights, scales)
                 progress((index + 1) * total // model.num_hidden_layers, total)
         if spec["scales_out"]:
             save_scales(found, Path(spec["scales_out"]), quantization, names)
+        if spec.get("notes"):
+            write_json(Path(spec["notes"]), {"unreached": {str(layer): of for layer, of in unreached.items()}})
 
 
 def _layers(
-    spec: dict[str, Any], source: Source, model: ModelConfig, quantization: Quantization, where: list[str]
-) -> Iterator[tuple[Tensors, LayerScales]]:
-    """Yield each layer's tensors and scales; the scales come from a file or from calibration."""
-    names = family_of(model).names
+    spec: dict[str, Any], source: Source, model: ModelConfig, quantization: Quantization, where: list[str],
+    unreached: dict[int, list[int]],
+) -> Iterator[tuple[Tensors, LayerScales]]:  # fmt: skip
+    """Yield each layer's tensors and scales; the scales come from a file or from calibration.
+
+    unreached  layer -> experts that no sample has reached, filled in here
+    """
+    names = names_of(model)
     if spec["scales_in"]:
         known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization, names)
         for index, scales in enumerate(known):
@@ -115,6 +122,7 @@ def _layers(
         np.load(spec["samples"]),
         quantization,
         names,
+        model.experts,
         modelopt=spec["modelopt"],
         batch_tokens=spec["batch_tokens"] or BATCH_TOKENS[embedding.device.type],
         scratch=Path(spec["scratch"]),
@@ -125,6 +133,7 @@ def _layers(
         where[0] = f"calibrating layer {index}"
         weights = source.layer(index)
         yield weights, calibrator.layer(index, weights)
+        unreached.update(calibrator.unreached)
 
 
 class _Background:

@@ -18,19 +18,22 @@ import torch
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.files import pwrite_all
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
+from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE
 
+_FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 # Staging buffer between a GPU and a file; small enough to stay in a core's cache between the two copies.
 STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Destination of a piece of a tensor: its rows and columns, and a position in a file."""
+    """Destination of a piece of a tensor: its rows and columns, its type, and a position in a file."""
 
     file: int
     position: int
     rows: tuple[int, int]
     cols: tuple[int, int] | None
+    dtype: torch.dtype
 
 
 class Writer:
@@ -71,15 +74,22 @@ class Writer:
         for plan, dtype in typed:
             position = offsets[plan.name]
             for piece in plan.pieces:
-                self._slots.setdefault(piece.source, []).append(_Slot(file, position, piece.rows, piece.cols))
+                self._slots.setdefault(piece.source, []).append(
+                    _Slot(file, position, piece.rows, piece.cols, STORED_DTYPE[dtype])
+                )
                 position += piece.elements(plan.shape or (1,)) * ITEMSIZE[dtype]
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write all planned pieces of the tensor `name`; of the scalars of fused linears only one is in a plan."""
+        """Write all planned pieces of the tensor `name`; of the scalars of fused linears only one is in a plan.
+
+        A float tensor is cast to the type that is planned for it, codes are not.
+        """
         for slot in self._slots.pop(name, ()):
             part = tensor[slice(*slot.rows)] if tensor.dim() else tensor
             if slot.cols is not None:
                 part = part[:, slice(*slot.cols)]
+            if {part.dtype, slot.dtype} <= _FLOATS:
+                part = part.to(slot.dtype)
             self._write_bytes(slot.file, part.contiguous().view(-1).view(torch.uint8), slot.position)
 
     def _write_bytes(self, file: int, data: torch.Tensor, position: int) -> None:

@@ -220,7 +220,7 @@ class Attention:
         pool, codec = self._pool[first_shard + place], layer[place].kv_codec
         # Keys follow the queries in memory, so both are rotated at once.
         x = rotate_and_keep(
-            qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin,
+            qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, layer[place].head_norms, step.cos, step.sin,
             None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, self._stored),
         )  # fmt: skip
         parts: list[torch.Tensor] = []

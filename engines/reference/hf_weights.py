@@ -17,16 +17,17 @@ from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.checkpoint.layout import plan_rank
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.families import family_of
+from trtpipe.engines.families import names_of
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
-from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.hf.stored import read_stored, under_published_names
 from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.engines.quantize.algorithms import make_linear
+from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear, Stacked
-from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.mlp import make_branches
+from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE, MappedTensors
+from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
 from trtpipe.engines.reference.stored_linear import cache_scale, read_linear
 from trtpipe.engines.reference.weights import (
     CPU,
@@ -36,6 +37,7 @@ from trtpipe.engines.reference.weights import (
     TORCH_DTYPE,
     Head,
     LayerShard,
+    make_head_norms,
     rank_heads,
     read_layer,
 )
@@ -79,11 +81,11 @@ class QuantizedFolder:
                 why="it has no hf_quant_config.json, and config.json no quantization_config",
             )
         self.config = _checkpoint_config(folder, model, dtype, stored.quantization)
-        self._stored, self._names = stored, family_of(model).names
+        self._stored, self._names = stored, names_of(model)
         located = locate_tensors(folder)
         stored.check(folder, model, located)
         self._dtype = dtype
-        self._tensors = MappedTensors(located, device)
+        self._tensors = MappedTensors(under_published_names(located, self._names), device)
 
     def embedding(self) -> tuple[torch.Tensor, ...]:
         return (self._float(f"{self._names.embedding}.weight"),)
@@ -91,19 +93,32 @@ class QuantizedFolder:
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         names, prefix = self._names, self._names.layer(index)
         qkv = [prefix + name for name in names.attention_inputs]
-        biased = self.config.attn_bias
+        biases = [bias for name in qkv if (bias := self._vector(f"{name}.bias")) is not None]
         shard = LayerShard(
             input_norm=self._float(f"{prefix}{names.input_norm}.weight"),
             qkv=Stacked(tuple(self._linear(name) for name in qkv)),
-            qkv_bias=torch.cat([self._float(name + ".bias") for name in qkv]) if biased else None,
+            qkv_bias=torch.cat(biases) if biases else None,
             dense=self._linear(prefix + names.o),
-            dense_bias=self._float(f"{prefix}{names.o}.bias") if biased else None,
+            dense_bias=self._vector(f"{prefix}{names.o}.bias"),
             post_norm=self._float(f"{prefix}{names.post_norm}.weight"),
-            branches=make_branches(self._linear(prefix + names.gate), self._linear(prefix + names.up)),
-            proj=self._linear(prefix + names.down),
+            mlp=self._mlp(prefix),
             kv_codec=self._codec(prefix),
+            head_norms=make_head_norms(
+                self.config,
+                self._vector(f"{prefix}{names.q_norm}.weight"),
+                self._vector(f"{prefix}{names.k_norm}.weight"),
+            ),
         )
         return (shard,)
+
+    def _mlp(self, prefix: str) -> Mlp:
+        facts, mlps = self.config.experts, self._names.mlps
+        linears = [[self._linear(prefix + name) for name in mlp] for mlp in mlps]
+        if facts is None:
+            gate, up, down = linears[0]
+            return GatedMlp(make_branches(gate, up), down)
+        router = self._tensors[f"{prefix}{self._names.router}.weight"].float()
+        return ExpertMlp(facts, router, 0, [Expert(Stacked((up, gate)), down) for gate, up, down in linears])
 
     def head(self) -> Head:
         parts = self.embedding() if self.config.tie_word_embeddings else (self._float(f"{self._names.head}.weight"),)
@@ -111,6 +126,9 @@ class QuantizedFolder:
 
     def _float(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._dtype)
+
+    def _vector(self, name: str) -> torch.Tensor | None:
+        return self._float(name) if name in self._tensors else None
 
     def _linear(self, name: str) -> Linear:
         algo = self.config.quantization.quant_algo
@@ -134,8 +152,10 @@ class _Planned(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         # A single rank takes every piece whole.
-        pieces = [self._source[piece.source].to(self._dtype) for piece in self._plans[name].pieces]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        plan = self._plans[name]
+        dtype = self._dtype if plan.dtype is None else STORED_DTYPE[plan.dtype]
+        pieces = [self._source[piece.source].to(dtype) for piece in plan.pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces).view(plan.shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._plans

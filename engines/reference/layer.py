@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from trtpipe.engines.model_config import CheckpointConfig
-from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated, swiglu
+from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
@@ -34,12 +34,9 @@ def apply_layer(
         if shard.qkv_bias is not None:
             qkv = qkv + shard.qkv_bias
         parts.append(shard.dense.product(encoded(attend(place, qkv), shard.dense.encode), dtype))
-    encoders = [shard.branches.encode for shard in shards]
+    encoders = [shard.mlp.encode for shard in shards]
     hidden, operands = add_norm(hidden, ranks.sum(parts), first.post_norm, epsilon, encoders)
-    parts = []
-    for shard, operand in zip(shards, operands, strict=True):
-        activated, gate = shard.branches.product(operand, dtype)
-        parts.append(shard.proj.product(swiglu(activated, gate, shard.proj.encode), dtype))
+    parts = [shard.mlp.product(operand, dtype) for shard, operand in zip(shards, operands, strict=True)]
     return hidden, ranks.sum(parts)
 
 
@@ -60,7 +57,8 @@ def run_layer(
     cos, sin = (table.to(hidden.dtype)[:, None] for table in (cos, sin))
 
     def attend(place: int, qkv: torch.Tensor) -> torch.Tensor:
-        x = rotated(qkv.reshape(batch, length, heads + 2 * kv, config.head_size), heads + kv, cos, sin)
+        x = qkv.reshape(batch, length, heads + 2 * kv, config.head_size)
+        x = rotated(x, heads + kv, shards[place].head_norms, cos, sin)
         cached, codec = x[:, :, heads:], shards[place].kv_codec
         if codec is not None:
             cached = codec.decode(codec.encode(cached), hidden.dtype)

@@ -1,4 +1,4 @@
-"""Pair of linears with one input, such as gate and up of an MLP; shared work is done once."""
+"""MLP of a layer, and its pair of linears with one input, gate and up: shared work is done once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ from typing import Any
 
 import torch
 
+from trtpipe.engines.reference.cuda.fused import Encode, swiglu
 from trtpipe.engines.reference.linear import Fp8, Fp8Block, Int8, Linear, Nvfp4, Plain
+
+
+class Mlp(ABC):
+    """A rank's part of the MLP of a layer: [T, hidden] -> [T, hidden], to be summed over the ranks.
+
+    It has two steps, like `Linear`.
+    """
+
+    @property
+    @abstractmethod
+    def encode(self) -> Encode:
+        """First step, row by row."""
+
+    @abstractmethod
+    def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Second step, with what `encode` made of an input of type `dtype`."""
+
+    @abstractmethod
+    def pack(self) -> Mlp:
+        """See Linear.pack."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(self.encode(x), x.dtype)
 
 
 class Branches(ABC):
@@ -104,6 +128,25 @@ def one_input(first: Linear, second: Linear) -> bool:
         return True
     same = type(first) is type(second) and isinstance(first, (Fp8, Int8, Nvfp4))
     return same and torch.equal(first.input_scale, second.input_scale)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class GatedMlp(Mlp):
+    """SwiGLU: `branches` has the activated linear first."""
+
+    branches: Branches
+    proj: Linear
+
+    @property
+    def encode(self) -> Encode:
+        return self.branches.encode
+
+    def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
+        activated, gate = self.branches.product(operand, dtype)
+        return self.proj.product(swiglu(activated, gate, self.proj.encode), dtype)
+
+    def pack(self) -> GatedMlp:
+        return GatedMlp(self.branches.pack(), self.proj.pack())
 
 
 def make_branches(first: Linear, second: Linear) -> Branches:

@@ -58,7 +58,8 @@ class Model:
             tokens_per_block=tokens_per_block,
         )
         self._graphs = None
-        if self.device.type == "cuda":
+        # The tokens of an expert are counted on the host, which no graph can record.
+        if self.device.type == "cuda" and config.experts is None:
             self._graphs = Graphs(self.decode, tokens_per_block, num_blocks)
             # One row and several rows have different kernels, which must not be compiled while a request waits.
             for rows in (1, 2):

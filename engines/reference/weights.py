@@ -16,17 +16,20 @@ import torch
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, rank_file, rank_layout
+from trtpipe.engines.checkpoint.plan import share
 from trtpipe.engines.hf.folder import LocatedTensor
 from trtpipe.engines.hf.safetensors_file import read_header
-from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Experts
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.quantize.algorithms import make_linear
 from trtpipe.engines.quantize.formats import TENSORRT_LLM, Format
+from trtpipe.engines.reference.cuda.fused import HeadNorms
+from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 from trtpipe.engines.reference.matmul import packed
-from trtpipe.engines.reference.mlp import Branches, make_branches
+from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -41,7 +44,7 @@ FINAL_NORM = "transformer.ln_f.weight"
 
 @dataclass(frozen=True)
 class LayerShard:
-    """One rank's part of one layer. Sizes: h hidden; q query, kv key/value and f MLP features of the rank."""
+    """One rank's part of one layer. Sizes: h hidden; q query and kv key/value features of the rank."""
 
     input_norm: torch.Tensor  # [h]
     qkv: Linear  # h -> q + 2 kv
@@ -49,19 +52,13 @@ class LayerShard:
     dense: Linear  # q -> h
     dense_bias: torch.Tensor | None  # [h], whole on every rank
     post_norm: torch.Tensor  # [h]
-    branches: Branches  # h -> f each, the activated one first
-    proj: Linear  # f -> h
+    mlp: Mlp  # h -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
+    head_norms: HeadNorms | None  # of q and k, in families that have them
 
     def pack(self) -> LayerShard:
         """See Linear.pack."""
-        return replace(
-            self,
-            qkv=self.qkv.pack(),
-            dense=self.dense.pack(),
-            branches=self.branches.pack(),
-            proj=self.proj.pack(),
-        )
+        return replace(self, qkv=self.qkv.pack(), dense=self.dense.pack(), mlp=self.mlp.pack())
 
 
 class Head(NamedTuple):
@@ -167,7 +164,7 @@ class RankFiles:
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         stage, local = self._places[index]
-        return tuple(read_layer(stage[rank], local, self.config, self._dtype) for rank in self._held)
+        return tuple(read_layer(stage[rank], local, self.config, self._dtype, rank) for rank in self._held)
 
     def head(self) -> Head:
         last, sharding = self._stages[-1], self.config.embedding
@@ -206,7 +203,7 @@ def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.
 
 
 def read_layer(
-    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype, tp_rank: int = 0
 ) -> LayerShard:
     """Read a rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
     prefix = f"transformer.layers.{layer}."
@@ -216,8 +213,8 @@ def read_layer(
     def linear(name: str) -> Linear:
         return make_linear(algo, by_role(tensors, name, algo, TENSORRT_LLM), dtype)
 
-    def bias(name: str) -> torch.Tensor | None:
-        return tensors[name].to(dtype) if config.attn_bias else None
+    def vector(name: str) -> torch.Tensor | None:
+        return tensors[name].to(dtype) if name in tensors else None
 
     codec = None
     if cache is not None:
@@ -226,14 +223,46 @@ def read_layer(
     return LayerShard(
         input_norm=tensors[prefix + "input_layernorm.weight"].to(dtype),
         qkv=linear(attention + "qkv."),
-        qkv_bias=bias(attention + "qkv.bias"),
+        qkv_bias=vector(attention + "qkv.bias"),
         dense=linear(attention + "dense."),
-        dense_bias=bias(attention + "dense.bias"),
+        dense_bias=vector(attention + "dense.bias"),
         post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
-        branches=make_branches(linear(mlp + "fc."), linear(mlp + "gate.")),
-        proj=linear(mlp + "proj."),
+        mlp=GatedMlp(make_branches(linear(mlp + "fc."), linear(mlp + "gate.")), linear(mlp + "proj."))
+        if config.experts is None
+        else _experts(tensors, mlp, config, config.experts, dtype, tp_rank),
         kv_codec=codec,
+        head_norms=make_head_norms(
+            config, vector(attention + "q_layernorm.weight"), vector(attention + "k_layernorm.weight")
+        ),
     )
+
+
+def _experts(
+    tensors: Mapping[str, torch.Tensor], prefix: str, config: CheckpointConfig, facts: Experts, dtype: torch.dtype,
+    tp_rank: int,
+) -> ExpertMlp:  # fmt: skip
+    """The experts of a rank, from stacks of their tensors; the scale of the inputs is one for all."""
+    algo = config.quantization.quant_algo
+    stacks = [by_role(tensors, prefix + name, algo, TENSORRT_LLM) for name in ("fc.", "proj.")]
+    first, last = share(facts.count, config.mapping.moe_ep_size, config.mapping.moe_ranks(tp_rank)[1])
+
+    def linear(stack: Mapping[str, torch.Tensor], place: int) -> Linear:
+        own = {role: tensor if role == "input_scale" else tensor[place] for role, tensor in stack.items()}
+        return make_linear(algo, own, dtype)
+
+    held = [Expert(*(linear(stack, place) for stack in stacks)) for place in range(last - first)]
+    return ExpertMlp(facts, tensors[prefix + "router.weight"], first, held)
+
+
+def make_head_norms(
+    config: CheckpointConfig, queries: torch.Tensor | None, keys: torch.Tensor | None
+) -> HeadNorms | None:
+    """The norms of a rank's heads, from the vectors [head_size] of queries and keys; None without them."""
+    if queries is None or keys is None:
+        return None
+    heads, kv_heads = rank_heads(config)
+    weight = torch.cat([queries.expand(heads, -1), keys.expand(kv_heads, -1)])
+    return HeadNorms(weight.unsqueeze(0), config.norm_epsilon)
 
 
 def by_role(

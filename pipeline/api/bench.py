@@ -181,7 +181,7 @@ def measure(
         from trtpipe.pipeline.store.manifest import read_manifest
 
         measured.target = served.name
-        measured.engine = {**vars(repositories.check_passport(served.repository))}
+        measured.engine = {**vars(repositories.check_passport(served.name, served.repository))}
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
         if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content

@@ -34,6 +34,7 @@ class BuildOptions(TypedDict, total=False):
     toolchain        TensorRT-LLM release, of `trtpipe toolchains`
     executor         where trtllm-build runs: auto, local or docker
     tp, pp           numbers of tensor-parallel ranks and of pipeline-parallel stages
+    moe_tp, moe_ep   of a model with experts: ranks that divide each expert, groups of ranks that divide the experts
     load             load of configs/load whose lengths the engine is sized for
     accept_accuracy  whether to go on when the accuracy gate fails
     set              any other setting by its dotted name: {"build.max_batch_size": 16}
@@ -52,6 +53,8 @@ class BuildOptions(TypedDict, total=False):
     executor: str | None
     tp: int | None
     pp: int | None
+    moe_tp: int | None
+    moe_ep: int | None
     load: str | None
     accept_accuracy: bool | None
     set: Mapping[str, Any] | None

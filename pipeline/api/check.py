@@ -10,10 +10,13 @@ if TYPE_CHECKING:
 
 
 def find_folder(repository: str | Path) -> Path:
-    """The folder of a model repository: of a target in ./runs, or the folder itself."""
-    from trtpipe.pipeline.run_folder import find_run
+    """The folder of a model repository: of a target in ./runs, or the folder itself. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.run_folder import SEE_TARGETS, find_run
 
     run = find_run(str(repository))
+    if run is None and not Path(repository).exists():
+        raise UsageError(f"there is no folder or target '{repository}'", remedy=SEE_TARGETS)
     return Path(repository) if run is None else run.linked("repository")
 
 
@@ -27,7 +30,7 @@ def check(
     here              whether this machine's GPUs are to serve it
     allow_model_code  whether code that is of no known template is accepted
 
-    Raises UsageError for an unknown release, HostError where the GPUs cannot be asked.
+    Raises UsageError for a folder that is not there and an unknown release, HostError where the GPUs cannot be asked.
     """
     from trtpipe.configs import facts
     from trtpipe.pipeline.execution import hardware

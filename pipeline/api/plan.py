@@ -37,6 +37,7 @@ def plan(
     import dataclasses
 
     from trtpipe.configs import facts
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.load.files import find_load
     from trtpipe.pipeline.bench.load.work import Work
     from trtpipe.pipeline.bench.results.slo import parse_objective
@@ -49,11 +50,17 @@ def plan(
         work = dataclasses.replace(work, input_tokens=str(input_tokens))
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=str(output_tokens))
+    gpus, dtypes = tuple(facts.find_gpu(one) for one in _several(gpu)), _several(dtype)
+    tps = (tp,) if isinstance(tp, int) else tuple(tp)
+    compared: dict[str, Sequence[object]] = {"gpu": [one.name for one in gpus], "dtype": dtypes, "tp": tps}
+    for option, several in compared.items():
+        twice = next((one for one in several if several.count(one) > 1), None)
+        if twice is not None:
+            raise UsageError(f"--{option} names {twice} more than once", remedy="name it once")
     question = Question(
         model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
-        gpus=tuple(facts.find_gpu(one) for one in _several(gpu)),
-        demand=Demand(work, reuse=reuse), dtypes=_several(dtype), kv_cache=kv_cache, group_size=group_size,
-        tps=(tp,) if isinstance(tp, int) else tuple(tp), rate=rate, runtime=runtime,
+        gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
+        tps=tps, rate=rate, runtime=runtime,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
     )  # fmt: skip

@@ -117,8 +117,8 @@ class Client:
     ) -> Iterator[str]:
         """Yield the text of a continuation as it arrives, up to one of the texts in `stop`.
 
-        Raises UsageError for a value that the model cannot take, HostError where the server is gone, StageFailed where
-        it refuses the request.
+        Raises UsageError for a value that the model cannot take and a request that the server refuses, HostError where
+        the server is gone, StageFailed where it fails.
         """
         from trtpipe.engines.sampling import SamplingParams
         from trtpipe.pipeline.serving import generate

@@ -79,7 +79,9 @@ EXIT_CODES = (
     ("4", "this machine lacks something"),
     ("5", "work that should have succeeded did not"),
     ("6", "an artefact must not be used here"),
-    ("130", "interrupted"),
+    ("130", "interrupted by Ctrl-C"),
+    ("141", "the reader of the output left, as `head` does"),
+    ("143", "ended by SIGTERM; 129 by the end of the terminal"),
 )
 
 
@@ -180,15 +182,12 @@ def main() -> None:
         words = sys.argv[1:]
         words = [*words[1:], "--help"] if words[:1] == ["help"] else words
         code = command().main(args=words, prog_name="trtpipe", standalone_mode=False)
+        sys.stdout.flush()
     except Ended:
         console.note("interrupted")
         raise
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left, as `| head` does; say nothing more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except Exception as error:
         from trtpipe.pipeline.cli import defect
         from trtpipe.pipeline.errors import translate

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, in_section
-from trtpipe.pipeline.cli.options import Json, numbers
+from trtpipe.pipeline.cli.options import FILE, Json, numbers
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.bench.options import BenchOptions
@@ -37,7 +37,7 @@ def bench(
         str | None, _server("URL of an external OpenAI-compatible server: http://host:9000/v1.")
     ] = None,
     openai_model: Annotated[str | None, _server("Name of the model at --openai-url.")] = None,
-    tokenizer: Annotated[Path | None, _server("tokenizer.json of the model of an external server.")] = None,
+    tokenizer: Annotated[Path | None, _server("tokenizer.json of the model of an external server.", **FILE)] = None,
     metrics_url: Annotated[str | None, _server("Metrics of an external server: http://host:8002/metrics.")] = None,
     load: Annotated[str | None, _load_option("Load of configs/load, or a YAML file.")] = None,
     concurrency: Annotated[
@@ -49,7 +49,7 @@ def bench(
         float | None, _load_option("Shape of gamma arrivals: 1 is Poisson, more is smoother.")
     ] = None,
     max_in_flight: Annotated[int | None, _load_option("Most requests in flight of an open loop; others wait.")] = None,
-    trace: Annotated[Path | None, _load_option("Mooncake trace to replay: times and lengths.")] = None,
+    trace: Annotated[Path | None, _load_option("Mooncake trace to replay: times and lengths.", **FILE)] = None,
     speedup: Annotated[float | None, _load_option("Factor by which the trace is replayed faster.")] = None,
     requests: Annotated[int | None, _load_option("Number of measured requests of a load point.")] = None,
     duration: Annotated[float | None, _load_option("Seconds of a load point, instead of --requests.")] = None,
@@ -61,8 +61,8 @@ def bench(
         str | None, _request("Tokens of a prompt: 128, normal:128,32, lognormal:128,0.5, uniform:64,256, ...")
     ] = None,
     output_tokens: Annotated[str | None, _request("Tokens of an answer, in the same form.")] = None,
-    prompts: Annotated[Path | None, _request("File of prompts: text lines, or JSONL.")] = None,
-    sharegpt: Annotated[Path | None, _request("File of conversations in ShareGPT's format.")] = None,
+    prompts: Annotated[Path | None, _request("File of prompts: text lines, or JSONL.", **FILE)] = None,
+    sharegpt: Annotated[Path | None, _request("File of conversations in ShareGPT's format.", **FILE)] = None,
     sampling: Annotated[list[str] | None, _request("Sampling option of every request: top_p=0.9; repeatable.")] = None,
     natural_end: Annotated[bool, _request("Let the model end its answers.", "--natural-end")] = False,
     slo: Annotated[list[str] | None, _goal("Service level objective: ttft:p99<200ms, itl:30ms; repeatable.")] = None,
@@ -127,7 +127,7 @@ def bench(
 
 @app.command(cls=SectionedCommand)
 def again(
-    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.")],
+    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.", **FILE)],
     report: Annotated[
         Path | None, typer.Option("--report", "-o", help="File of the new report; in reports/TIME-TARGET/ if left out.")
     ] = None,
@@ -137,7 +137,7 @@ def again(
         str | None, typer.Option(help="URL of the OpenAI-compatible server now: http://host:9000/v1.")
     ] = None,
     metrics_url: Annotated[str | None, typer.Option(help="URL of the server's metrics now.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.", **FILE)] = None,
     as_json: Json = False,
 ) -> None:
     """Repeat a measurement from its report.
@@ -224,7 +224,8 @@ def compare(
         list[Path] | None,
         typer.Argument(
             help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf "
-            "or `vllm bench serve --save-result`; or folders with one. The last two of ./reports if left out."
+            "or `vllm bench serve --save-result`; or folders with one. The last two of ./reports if left out.",
+            exists=True,
         ),
     ] = None,
     fail_if: Annotated[
@@ -293,7 +294,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     with console_bench.progress() as progress:
         measured = measure(options, served, progress, console.note)
     if measured.interrupted and not any(result.requests["measured"] for result in measured.results):
-        console.note("interrupted before anything was measured: no report is written")
+        console.note("nothing was measured: no report is written")
         raise KeyboardInterrupt
     # Imported after the load, so that the first request does not wait for it and the load has the memory.
     from trtpipe.pipeline.bench.results import summary

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtpipe.pipeline.cli.options import (
+    FILE,
     AcceptAccuracy,
     Dtype,
     Executor,
@@ -17,6 +18,8 @@ from trtpipe.pipeline.cli.options import (
     KvCache,
     Load,
     Model,
+    MoeEp,
+    MoeTp,
     Pp,
     Recipe,
     Revision,
@@ -45,6 +48,7 @@ def build(
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
     tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     bundle: Annotated[
@@ -77,6 +81,8 @@ def build(
     from trtpipe.pipeline.cli import console, console_build
     from trtpipe.pipeline.registry.trust import Trust
     from trtpipe.pipeline.run_folder import RunFolder
+    from trtpipe.pipeline.runner import stages_until
+    from trtpipe.pipeline.stages import stages_of
 
     options, store = locals(), own_store()
     on_cluster = executor == "ray"
@@ -93,6 +99,8 @@ def build(
         specs, given = [arrived.spec], arrived.artefacts
     else:
         specs = [_plan(one) for one in matrix.combinations(options)]
+    for spec in specs:
+        stages_until(stages_of(spec), until)  # refuses an unknown stage before anything is printed
 
     def make(spec: BuildSpec) -> list[StageResult]:
         announce(spec)
@@ -163,6 +171,7 @@ def announce(spec: BuildSpec) -> None:
 def settings(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain each setting of the engine.")] = False,
@@ -194,6 +203,7 @@ def settings(
 def status(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
@@ -236,17 +246,20 @@ def export(
     """
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.run_folder import require_run
 
+    spec = require_run(target).spec()
+    where = "another machine" if spec.sms is None else f"a machine with {spec.gpu.describe()}"
     with console_progress.working("export", target) as progress:
         path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
     if as_json:
         console.result_json({"file": path, "bytes": path.stat().st_size})
     else:
-        console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
+        console.result(f"next, on {where}: trtpipe build --from {path.name}")
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.", **FILE)],
     trust_key: TrustKey = None,
     as_json: Json = False,
 ) -> None:

@@ -27,7 +27,7 @@ def chat(
     """Talk with a served model.
 
     Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. Where the input is no terminal, each line is a
-    question.
+    question, also one that begins with /.
 
     \b
     Examples:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -49,9 +51,44 @@ class Flags:
 FLAGS = Flags()
 
 
+# Exit status after the reader of the output has left, as `head` does: what a shell reports of other programs then.
+READER_LEFT = 128 + 13
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output whose failures are not taken for those of a file, or of a connection."""
+
+    def write(self, text: str) -> int:
+        with self._failing():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._failing():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            from trtpipe.engines.errors import HostError
+
+            # What is left must not fail once more as the process ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(READER_LEFT) from None
+            raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
+
+
 def prepare() -> None:
-    """Let no output fail for a character that its encoding lacks (LANG=C): the character is written as an escape."""
+    """Make standard output say when it fails, and let no output fail for a character that its encoding lacks (LANG=C):
+    the character is written as an escape."""
     FLAGS.quiet = FLAGS.verbose = False
+    if type(sys.stdout) is io.TextIOWrapper:  # not a test's stream
+        old = sys.stdout
+        sys.stdout = _Output(
+            old.buffer, old.encoding, line_buffering=old.line_buffering, write_through=old.write_through
+        )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a test's stream
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

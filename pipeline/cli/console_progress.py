@@ -36,12 +36,15 @@ class Work:
         self.name = name
         self.reason = reason
         self.started = self._begun = time.monotonic()
-        self.done = self.total = self._before = 0
+        self.done = self.total = self._before = self._earlier = 0
         self.detail = "running"
         self._steps: set[str] = set()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if self._earlier + done < self.done:  # another phase, such as the import of what was downloaded: counted on
+            self._earlier = self.done
+        done, total = self._earlier + done, self._earlier + total
         if total != self.total or done < self.done or not self.done:  # another phase of the work, or its first bytes
             self._begun, self._before = now, done
         self.done, self.total = done, total

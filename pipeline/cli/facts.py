@@ -186,9 +186,10 @@ def toolchains(as_json: Json = False) -> None:
         for t in known
     ]
     console.table(("toolchain", "image", "TensorRT", "CUDA", "driver", "Python", "runtimes", "runs here"), rows)
-    for one in known:
-        for defect in one.defects:
-            console.result(f"{one.name}: {defect.what}: {defect.instead} ({defect.source})")
+    defects = dict.fromkeys(defect for one in known for defect in one.defects)
+    for defect in defects:
+        releases = ", ".join(one.name for one in known if defect in one.defects)
+        console.result(f"{releases}: {defect.what}: {defect.instead} ({defect.source})")
 
 
 def passport(

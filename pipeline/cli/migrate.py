@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtpipe.pipeline.cli import completion as complete
-from trtpipe.pipeline.cli.options import Dtype, Gpu, Json, KvCache, Model, Revision, Set, own_store
+from trtpipe.pipeline.cli.options import FOLDER, Dtype, Gpu, Json, KvCache, Model, Revision, Set, own_store
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.migration import Migration
@@ -31,7 +31,7 @@ def migrate(
         str, typer.Option(help="What serves it: llmapi or vllm.", autocompletion=complete.words("llmapi", "vllm"))
     ],
     engine: Annotated[
-        Path | None, typer.Option(help="Engine folder, where the repository names a path of a container.")
+        Path | None, typer.Option(help="Engine folder, where the repository names a path of a container.", **FOLDER)
     ] = None,
     model: Model = None, revision: Revision = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     settings: Set = None,

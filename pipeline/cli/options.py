@@ -12,6 +12,10 @@ from trtpipe.pipeline.cli import completion as complete
 if TYPE_CHECKING:
     from trtpipe.pipeline.store.store import Store
 
+# Of an argument or option that names what must be there. A path that is not is a wrong command line, not wrong data.
+FOLDER: Any = {"exists": True, "file_okay": False}
+FILE: Any = {"exists": True, "dir_okay": False}
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +64,8 @@ Executor = Annotated[
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-parallel stages.")]
+MoeTp = Annotated[int | None, typer.Option("--moe-tp", help="Number of ranks that divide each expert.")]
+MoeEp = Annotated[int | None, typer.Option("--moe-ep", help="Number of rank groups that divide the experts.")]
 Load = Annotated[
     str | None,
     typer.Option(
@@ -113,10 +119,11 @@ TrustOrigin = Annotated[
 TrustKey = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Public key (PEM) that must have signed the provenance of what comes from elsewhere; may be repeated."
+        help="Public key (PEM) that must have signed the provenance of what comes from elsewhere; may be repeated.",
+        **FILE,
     ),
 ]
-SignKey = Annotated[Path | None, typer.Option(help="Private key (PEM) that signs the provenance.")]
+SignKey = Annotated[Path | None, typer.Option(help="Private key (PEM) that signs the provenance.", **FILE)]
 AllowModelCode = Annotated[
     bool, typer.Option("--allow-model-code", help="Run code of the repository that is of no known template.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import Json, SignKey, TargetArgument, TrustKey, own_store
+from trtpipe.pipeline.cli.options import FILE, Json, SignKey, TargetArgument, TrustKey, own_store
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.registry.transfer import Shipped
@@ -185,6 +185,7 @@ def verify_provenance(
         typer.Option(
             "--statement",
             help="A statement from elsewhere, or the envelope of one that is signed: it must say the same.",
+            **FILE,
         ),
     ] = None,
     trust_key: TrustKey = None,

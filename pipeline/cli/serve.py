@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import (
+    FILE,
     AllowModelCode,
     Json,
     ServerName,
@@ -19,6 +20,7 @@ from trtpipe.pipeline.cli.options import (
     own_store,
 )
 
+PORT: Any = {"min": 0, "max": 65535}
 ServedModelName = Annotated[
     list[str] | None,
     typer.Option(
@@ -29,7 +31,11 @@ CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
 ]
-ApiKeysFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")]
+ApiKeysFile = Annotated[
+    Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.", **FILE)
+]
+TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).", **FILE)]
+TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **FILE)]
 
 
 def serve(
@@ -43,15 +49,17 @@ def serve(
     ] = "auto",
     image: Annotated[str | None, typer.Option(help="Image of a docker server; the toolchain's if left out.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 takes a free one.")] = 8002,
-    openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.", **PORT)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.", **PORT)] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 takes a free one.", **PORT)] = 8002,
+    openai_port: Annotated[
+        int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.", **PORT)
+    ] = 9000,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
     gateway_workers: Annotated[int, typer.Option(min=1, help="Number of gateway processes.")] = 1,
     api_keys_file: ApiKeysFile = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     served_model_name: ServedModelName = None,
     cors_origin: CorsOrigin = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
@@ -128,11 +136,11 @@ def gateway(
     served_model_name: ServedModelName = None,
     cors_origin: CorsOrigin = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", **PORT)] = 9000,
     workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     api_keys_file: ApiKeysFile = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     linger: Annotated[
         int, typer.Option(help="Seconds after SIGTERM in which requests are still taken, while clients leave.")
     ] = 0,
@@ -296,7 +304,6 @@ def check(
     import dataclasses
 
     from trtpipe.pipeline.api.check import check as find_faults
-    from trtpipe.pipeline.api.check import find_folder
     from trtpipe.pipeline.cli import console
     from trtpipe.triton_repo.check import require_sound
 
@@ -305,7 +312,7 @@ def check(
         console.result_json([dataclasses.asdict(fault) for fault in faults])
     else:
         console.faults(faults)
-    require_sound(str(find_folder(repository)), faults)
+    require_sound(str(repository), faults)
 
 
 def top(

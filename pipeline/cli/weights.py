@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import GroupSize, Json, KvCache, Toolchain
+from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Toolchain
+
+HfFolder = Annotated[Path, typer.Argument(help="A Hugging Face model folder.", **FOLDER)]
 
 
 @contextlib.contextmanager
@@ -31,11 +33,13 @@ def _by_options(**options: str) -> Iterator[None]:
 
 
 def convert(
-    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    hf_dir: HfFolder,
     out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float16 or float32.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
+    moe_tp: MoeTp = None,
+    moe_ep: MoeEp = None,
     use_parallel_embedding: Annotated[
         bool, typer.Option("--use-parallel-embedding", help="Shard the embedding table over tensor-parallel ranks.")
     ] = False,
@@ -54,7 +58,6 @@ def convert(
       trtpipe convert HF_DIR OUT_DIR --tp 2
       trtpipe convert HF_DIR OUT_DIR --dtype float16
     """
-    from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
     from trtpipe.engines.errors import UsageError
@@ -68,8 +71,8 @@ def convert(
     from trtpipe.pipeline.store.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
-    release = facts.find_toolchain(toolchain).name
-    mapping = Mapping(tp_size=tp, pp_size=pp)
+    release = _release(toolchain)
+    mapping = Mapping.of(tp, pp, moe_tp, moe_ep)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
     notices: list[str] = []
     stored = read_stored(hf_dir) if (hf_dir / "config.json").is_file() else None
@@ -104,7 +107,7 @@ def convert(
 
 
 def quantize(
-    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    hf_dir: HfFolder,
     out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     quant: Annotated[str, typer.Option(help="Recipe, of `trtpipe quants`: fp8, int8-sq, int4-awq, ...")],
     kv_cache: KvCache = None,
@@ -125,11 +128,15 @@ def quantize(
     group_size: GroupSize = None,
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
+    moe_tp: MoeTp = None,
+    moe_ep: MoeEp = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a forward pass; fewer take less memory.")
     ] = None,
-    scales: Annotated[Path | None, typer.Option(help="Folder of scales to use instead of calibrating.")] = None,
+    scales: Annotated[
+        Path | None, typer.Option(help="Folder of scales to use instead of calibrating.", **FOLDER)
+    ] = None,
     save_scales: Annotated[
         Path | None, typer.Option(help="Folder to keep the scales in, for another format or mapping.")
     ] = None,
@@ -156,8 +163,8 @@ def quantize(
     recipe = with_kv_cache(find_recipe(quant, facts.load_quant_recipes()), kv_cache)
     recipe = with_group_size(recipe, group_size)
     wanted = None if dtype == "auto" else parse_float(dtype)
-    release = facts.find_toolchain(toolchain).name
-    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
+    release = _release(toolchain) if form == "trtllm" else facts.find_toolchain(toolchain).name
+    layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout)
     rows = None
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
@@ -170,10 +177,12 @@ def quantize(
         _log("quantize") as log,
         console_progress.working("quantize", str(hf_dir)) as progress,
     ):
-        job.quantize(
+        notices = job.quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
             device=device, batch_tokens=batch_tokens, log=log, progress=progress,
         )  # fmt: skip
+    for notice in notices:
+        console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "recipe": recipe.name, "format": form})
         return
@@ -182,10 +191,12 @@ def quantize(
 
 def verify(
     original: Annotated[
-        Path, typer.Argument(help="The unquantized Hugging Face folder; or a quantized one, to be run alone.")
+        Path,
+        typer.Argument(help="The unquantized Hugging Face folder; or a quantized one, to be run alone.", **FOLDER),
     ],
     quantized: Annotated[
-        Path | None, typer.Argument(help="A TensorRT-LLM checkpoint, or a quantized Hugging Face folder.")
+        Path | None,
+        typer.Argument(help="A TensorRT-LLM checkpoint, or a quantized Hugging Face folder.", **FOLDER),
     ] = None,
     text: Annotated[
         str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
@@ -239,9 +250,10 @@ def verify(
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face or TensorRT-LLM checkpoint folder.")],
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face or TensorRT-LLM checkpoint folder.", **FOLDER)],
     verify_against: Annotated[
-        Path | None, typer.Option(help="Prove that the TensorRT-LLM checkpoint equals this Hugging Face folder.")
+        Path | None,
+        typer.Option(help="Prove that the TensorRT-LLM checkpoint equals this Hugging Face folder.", **FOLDER),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     as_json: Json = False,
@@ -274,7 +286,7 @@ def inspect(
 
 
 def restore(
-    checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
+    checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.", **FOLDER)],
     out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     as_json: Json = False,
 ) -> None:
@@ -300,6 +312,15 @@ def restore(
         f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it",
         f"next: {_command('inspect', checkpoint_dir, '--verify-against', out_dir)}",
     )
+
+
+def _release(toolchain: str | None) -> str:
+    """The release of that name. Raises UsageError for an unknown one, and for one that reads no checkpoint."""
+    from trtpipe.configs import facts
+
+    found = facts.find_toolchain(toolchain)
+    found.require_runtime("tensorrt_llm")
+    return found.name
 
 
 def _command(*words: object) -> str:

@@ -14,6 +14,12 @@ from trtpipe.engines.json_input import parse_json
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 
 
+def require_pair(certificate: Path | None, key: Path | None) -> None:
+    """Raises UsageError for a certificate without a key, or a key without a certificate."""
+    if (certificate is None) != (key is None):
+        raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """One model as clients see it.
@@ -93,8 +99,7 @@ class GatewayOptions:
                     f"'{origin}' is not an origin, and no browser would send it",
                     remedy="give a scheme and a host without a path, such as https://app.example, or *",
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
+        require_pair(self.tls_cert, self.tls_key)
         if not 0 <= self.port < 1 << 16:
             raise UsageError(f"port {self.port} is not a port", remedy="give a number from 0 to 65535")
         for name in ("workers", "connections", "max_body_bytes", "max_choices", "default_max_tokens", "timeout_s"):

@@ -41,6 +41,10 @@ def no_model(name: str, options: GatewayOptions) -> Failure:
     return Failure(404, what, param="model", code="model_not_found")
 
 
+def _rendered(text: Text, asked: ChatRequest | TokenizeRequest) -> str:
+    return text.render([one.plain() for one in asked.messages or []], asked.chat_template_kwargs)
+
+
 class Preparation:
     """Prepares requests for the models of `options`."""
 
@@ -89,7 +93,7 @@ class Preparation:
         if (asked.prompt is None) == (asked.messages is None):
             raise wrong("give 'prompt' or 'messages'", "prompt")
         if asked.messages is not None:
-            characters, special = text.render([one.plain() for one in asked.messages]), bool(asked.add_special_tokens)
+            characters, special = _rendered(text, asked), bool(asked.add_special_tokens)
         else:
             characters, special = asked.prompt or "", asked.add_special_tokens is not False
         ids = self._tokens(text, served, characters, "prompt", special=special)
@@ -106,7 +110,7 @@ class Preparation:
         if answers > most:
             raise wrong(f"at most {most} answers a request, not {answers}", "n")
         if isinstance(asked, ChatRequest):
-            rendered = text.render([one.plain() for one in asked.messages])
+            rendered = _rendered(text, asked)
             # The template writes the special tokens itself.
             return [self._tokens(text, served, rendered, "messages", special=False)]
         prompts = []

@@ -63,6 +63,10 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+# Variables of a model's chat template, such as Qwen 3's enable_thinking.
+Settings = dict[str, str | bool | int | float | None]
+
+
 class TextPart(_Strict):
     type: Literal["text"]
     text: str
@@ -140,6 +144,8 @@ class CompletionOptions(Common):
 
 class ChatRequest(ChatOptions):
     messages: list[Message] = Field(min_length=1)
+    # An extension of vLLM and TensorRT-LLM.
+    chat_template_kwargs: Settings | None = None
 
 
 class CompletionRequest(CompletionOptions):
@@ -171,6 +177,7 @@ class TokenizeRequest(_Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    chat_template_kwargs: Settings | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     return_token_strs: bool | None = None

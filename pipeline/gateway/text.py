@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,15 @@ class Text:
         """Most characters that one token can stand for. A normalizer, such as Qwen's NFC, turns up to four into one."""
         return max(map(len, self.tokenizer.get_vocab())) * (1 if self.tokenizer.normalizer is None else 4)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The text of a chat. Raises Failure without a chat template, or when the template refuses the messages."""
+    def render(self, messages: list[dict[str, str]], settings: Mapping[str, Any] | None = None) -> str:
+        """The text of a chat. `settings` are variables of the template.
+
+        Raises Failure without a chat template, or when the template refuses the messages.
+        """
         if self.apply_template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            return self.apply_template(messages)
+            return self.apply_template(messages, settings)
         except InputDataError as error:
             why = quoted(error.why or "")
             raise wrong(f"the chat template refuses these messages: {why}", "messages") from None

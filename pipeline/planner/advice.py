@@ -9,9 +9,10 @@ from typing import Any
 
 from trtpipe.configs import facts
 from trtpipe.engines import load_backend
-from trtpipe.engines.backends.base import Target
+from trtpipe.engines.backends.base import Target, checkpoint_form
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
@@ -219,7 +220,12 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     try:
         recipes, cache, group = facts.load_quant_recipes(), question.kv_cache, question.group_size
         if question.stored is None:
-            precision = resolve_precision(dtype, gpu, recipes, cache, group)
+            shape = question.shape
+            precision = resolve_precision(
+                dtype, gpu, recipes, cache, group, question.runtime, experts=shape.experts is not None
+            )
+            coded = quantization(precision)
+            check_expert_format(shape, coded, checkpoint_form(question.runtime, coded.quant_algo))
         else:
             precision = stored_precision(question.model, question.stored, dtype, gpu, recipes, cache, group)
             require_readable(question.model, question.stored, question.runtime)

@@ -3,12 +3,15 @@
 A step computes `context` tokens of prompts and one token of each of `decoding` sequences. On each of tp GPUs:
 
     products    four per layer, over T = context + decoding tokens: time of 2 x T x parameters operations and time to
-                read the weights, joined by a p-norm since neither hides the other completely
+                read the weights, joined by a p-norm since neither hides the other completely. Of E experts, k for each
+                token, the parameters of k are computed, and those are read that some token picks: where tokens pick
+                independently, E x (1 - (1 - k / E)^T) on average
     attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half);
                 of decoding: bytes of the KV cache that are read
     elementwise norms, activations, quantization: passes over T x (hidden + intermediate / tp) values of 16 bits
     head        product with the vocabulary, for the sequences that get a token
-    all-reduce  two per layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency
+    all-reduce  two per layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency; one covers all
+                experts, however the ranks divide them
     overhead    per step, per layer, per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
@@ -21,11 +24,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
+from trtpipe.engines.checkpoint.memory import expert_bytes, kv_token_bytes, rank_bytes
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
+from trtpipe.pipeline.planner.memory import mlp_width
 
 # Operand type of matrix products of an unquantized model.
 KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
@@ -66,11 +70,19 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Step cost of one engine on one kind of GPU. Made by `of`. Counts are per GPU; takes numbers or numpy arrays."""
+    """Step cost of one engine on one kind of GPU. Made by `of`. Counts are per GPU; takes numbers or numpy arrays.
+
+    parameters    those that compute a token
+    weight_bytes  what every step reads; experts are apart
+    expert_bytes  of all experts
+    picked        share of the experts that compute a token
+    """
 
     layers: int
     parameters: int
     weight_bytes: int
+    expert_bytes: int
+    picked: float
     head_parameters: int
     head_bytes: int
     token_bytes: int
@@ -101,12 +113,15 @@ class StepCost:
         tp, layers = mapping.tp_size, model.num_hidden_layers
         heads = (model.num_attention_heads + 2 * max(model.num_key_value_heads, tp)) * model.head_size
         attention = heads + model.num_attention_heads * model.head_size
-        parameters = layers * model.hidden_size * (attention + 3 * model.intermediate_size) // tp
+        experts = model.experts
+        scores = 0 if experts is None else experts.count
+        parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
         head = model.vocab_size * model.hidden_size // tp
         wide = 4 if dtype is DataType.FLOAT32 else 2
         # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
         table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
-        weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide
+        of_experts = expert_bytes(model, dtype, mapping, quantization)
+        weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide - of_experts
         algo = quantization.quant_algo
         assert gpu.sm is not None
         # Without tensor cores for the operands the weights are decoded first.
@@ -116,12 +131,14 @@ class StepCost:
             layers=layers,
             parameters=parameters,
             weight_bytes=max(weights, 1),
+            expert_bytes=of_experts,
+            picked=1.0 if experts is None else experts.top_k / experts.count,
             head_parameters=head,
             head_bytes=head * wide,
             token_bytes=kv_token_bytes(model, dtype, mapping, quantization),
             attention_width=layers * model.num_attention_heads * model.head_size // tp,
             hidden=model.hidden_size,
-            wide=model.intermediate_size // tp,
+            wide=mlp_width(model) // tp,
             tp=tp,
             flops=efficiency.flops(gpu, kind),
             flops16=efficiency.flops(gpu, KIND[dtype]),
@@ -141,7 +158,7 @@ class StepCost:
             allreduce = 2 * self.layers * (self.latency + sent / self.link)
         return Parts(
             products=self._roof(
-                2 * tokens * self.parameters / (self.flops * self.share), self.weight_bytes / self._reading
+                2 * tokens * self.parameters / (self.flops * self.share), self.read(tokens) / self._reading
             ),
             attention=4 * self.attention_width * step.work / (self.flops16 * how.attention),
             cache=step.cached * self.token_bytes / (self.bandwidth * how.kv),
@@ -152,6 +169,10 @@ class StepCost:
             allreduce=allreduce,
             overhead=how.step_s + how.layer_s * self.layers + how.request_s * step.logits,
         )
+
+    def read(self, tokens: Any) -> Any:
+        """Bytes of the weights that a step of `tokens` reads, on average."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.picked) ** tokens)
 
     def seconds(self, step: Step) -> Any:
         return self.parts(step).total

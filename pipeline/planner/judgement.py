@@ -5,7 +5,7 @@ from __future__ import annotations
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.trtllm_options import check_architecture
@@ -24,12 +24,21 @@ def require_length(model: ModelConfig, name: str, longest: int, asked_by: str, r
 
 def judge(
     model: ModelConfig, name: str, target: Target, dtype: DataType, build: BuildConfig, serving: ServingConfig, *,
-    in_memory: bool,
+    form: str, in_memory: bool,
 ) -> None:  # fmt: skip
-    """Raises UsageError for a mapping, a length or a setting that the model `name` cannot have, and, with `in_memory`,
-    for a GPU that does not hold the weights and one sequence of `build.max_seq_len` tokens."""
+    """Raises UsageError for a mapping, a length, a setting or, in the checkpoint format `form`, a quantization that the
+    model `name` cannot have, and, with `in_memory`, for a GPU that does not hold the weights and one sequence of
+    `build.max_seq_len` tokens."""
     check_architecture(build, model.architecture)
     target.gpu.require_ranks(target.mapping.world_size)
+    if not target.stored:
+        check_expert_format(model, target.quantization, form)
+    if model.experts is not None and target.gpu.is_cpu and form != "trtllm" and target.quantization.quant_algo:
+        raise UsageError(
+            "vLLM does not execute quantized experts on a CPU",
+            why="it has kernels for them on GPUs alone",
+            remedy="use --runtime reference, or --dtype bf16",
+        )
     check_mapping(model, target.mapping, quantization=target.quantization)
     if not build.streamingllm:
         remedy = f"set build.max_seq_len={model.longest_sequence} or less"

@@ -86,6 +86,11 @@ class Memory:
         return self.kv_blocks // batch * self.tokens_per_block
 
 
+def mlp_width(model: ModelConfig) -> int:
+    """Features that the MLP computes for a token: with experts, those of all that compute it."""
+    return model.intermediate_size if model.experts is None else model.experts.top_k * model.experts.intermediate_size
+
+
 def memory(
     model: ModelConfig,
     dtype: DataType,
@@ -103,7 +108,7 @@ def memory(
     tp = mapping.tp_size
     # The largest layer holds at once: both halves of the MLP, the attention's inputs, and the residual stream.
     widest = (
-        2 * model.intermediate_size // tp
+        2 * mlp_width(model) // tp
         + (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size // tp
         + 2 * model.hidden_size
     )

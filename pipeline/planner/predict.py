@@ -125,7 +125,7 @@ def bounds(cost: StepCost, step: Step) -> dict[str, float]:
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
     compute = 2 * tokens * cost.parameters / (cost.flops * cost.share)
-    reading = cost.weight_bytes / (cost.bandwidth * cost.efficiency.weights)
+    reading = cost.read(tokens) / (cost.bandwidth * cost.efficiency.weights)
     products = parts.products + parts.head
     return {
         "compute": products * compute / (compute + reading) + parts.attention,

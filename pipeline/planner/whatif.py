@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from trtpipe.configs import facts
+from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.quantization import Quantization, resolve_precision
+from trtpipe.engines.quantization import FORMATS, Precision, Quantization, resolve_precision
 from trtpipe.pipeline.bench.load.work import SharedPrefix
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand
@@ -140,9 +141,16 @@ def _recipes(option: Option) -> list[tuple[str, str | None]]:
 
 def _quantization(option: Option, name: str, cache: str | None) -> Quantization | None:
     try:
-        return quantization(resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache))
+        return quantization(_precision(option, name, cache))
     except UsageError:
         return None
+
+
+def _precision(option: Option, name: str, cache: str | None) -> Precision:
+    """Raises UsageError for a precision that the option's GPU or its model cannot have."""
+    precision = resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache)
+    check_expert_format(option.model, quantization(precision), FORMATS[0])
+    return precision
 
 
 def _named(name: str, cache: str | None) -> str:
@@ -150,7 +158,7 @@ def _named(name: str, cache: str | None) -> str:
 
 
 def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
-    precision = resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache)
+    precision = _precision(option, name, cache)
     made = Option.make(option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency)
     return made, demand
 

@@ -59,7 +59,7 @@ def describe(
         "target": run.path.name,
         "model": spec.model.to_json(),
         "settings": spec.settings,
-        "passport": dataclasses.asdict(passport),
+        "passport": passport.to_json(),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
         "provenance": signed(statement(run, store), sign_key),
     }
@@ -107,6 +107,7 @@ def planned(index: Index, where: str) -> BuildSpec:
         ("sms", passport.sms, settings.sms),
         ("tp_size", passport.tp_size, settings.target.mapping.tp_size),
         ("pp_size", passport.pp_size, settings.target.mapping.pp_size),
+        ("moe_ep_size", passport.moe_ep_size, settings.target.mapping.moe_ep_size),
     ):
         if said != asked:
             raise InputDataError(f"{where} is damaged", why=f"{name}: its passport says {said}, its settings {asked}")

@@ -234,7 +234,8 @@ def _replay(makes: str, entry: dict[str, Any], record: Record, stages: Mapping[s
             _equal(f"the {makes} was made from the {name}", digest, stages[name]["digest"]["sha256"], "and there is")
             read.append(name)
         else:
-            read.append(f"{notes['source'] or name} {digest[:12]}")
+            same = digest == entry["digest"]["sha256"]  # a folder that was taken as it is
+            read.append(f"{notes['source'] or name}{'' if same else ' ' + digest[:12]}")
     origin = f", {notes['imported']}" if "imported" in notes else ""
     return f"{makes} {entry['digest']['sha256'][:12]} by {record.stage} from {', '.join(read) or 'nothing'}{origin}"
 

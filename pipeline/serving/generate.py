@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.sampling import SamplingParams
-from trtpipe.pipeline.serving.openai_client import SILENCE_SECONDS, events
+from trtpipe.pipeline.gateway import failure
+from trtpipe.pipeline.serving.openai_client import SILENCE_SECONDS, events, refused
 
 # Time limit for a server to end a stream after its last response.
 LEAVE_SECONDS = 10.0
@@ -58,7 +59,8 @@ def stream(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
 
-    Raises HostError when the server cannot be reached or goes away, StageFailed with its message when it refuses.
+    Raises HostError when the server cannot be reached or goes away; with its message UsageError when it refuses the
+    request, StageFailed when it fails.
     """
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -160,8 +162,8 @@ def _inputs(prompt: str, sampling: SamplingParams, max_tokens: int, stop_words: 
     return inputs
 
 
-def _explain(grpc_url: str, error: Any) -> HostError | StageFailed:
+def _explain(grpc_url: str, error: Any) -> TrtpipeError:
     status, message = str(error.status() or ""), str(error.message())
     if "UNAVAILABLE" in status:
         return HostError(f"the server at {grpc_url} cannot be reached", why=message, remedy="run `trtpipe serve`")
-    return StageFailed("the server refused the request", why=message)
+    return refused("the server", message, failure.of_text(message).status)

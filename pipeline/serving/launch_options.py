@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
-from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -62,6 +62,14 @@ class LaunchOptions:
     shm_size: str | None = None
     engine_python: str | None = None
     allow_model_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for options that are wrong whatever is served."""
+        if self.front not in FRONTS:
+            raise UsageError(f"unknown front '{self.front}'", remedy=suggestion(self.front, FRONTS))
+        if not all(name.strip() for name in self.model_names):
+            raise UsageError("--served-model-name is empty", remedy="give a name, or leave it out")
+        require_pair(self.tls_cert, self.tls_key)
 
 
 def check_container_options(options: LaunchOptions, kind: str) -> None:

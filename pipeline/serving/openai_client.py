@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.json_input import parse_json
 
 # Longest silence of a server between two pieces of text.
@@ -22,7 +22,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
             reply = client.post(f"{url}{path}", json=body)
         answer = parse_json(reply.content)
         if reply.status_code != 200:
-            raise _refused(url, answer)
+            raise refused(url, str(answer["error"]["message"]), reply.status_code)
         return dict(answer)
     except httpx.HTTPError as error:
         raise _gone(url, error) from None
@@ -33,8 +33,8 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def events(url: str, path: str, body: dict[str, Any], key: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the server-sent events of an answer as they arrive. Closing the iterator ends the request.
 
-    Raises HostError when the server cannot be reached or goes away, UsageError where it asks for a key, StageFailed for
-    what it refuses.
+    Raises HostError when the server cannot be reached or goes away, UsageError where it asks for a key and for a
+    request that it refuses, StageFailed where it fails.
     """
     import httpx
 
@@ -49,12 +49,13 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
             if reply.status_code == 401:
                 raise UsageError("the gateway asks for a key", remedy="give it in TRTPIPE_API_KEY")
             if reply.status_code != 200:
-                raise _refused(url, parse_json(reply.read()))
+                raise refused(url, str(parse_json(reply.read())["error"]["message"]), reply.status_code)
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     event = parse_json(line.removeprefix("data: "))
                     if "error" in event:
-                        raise _refused(url, event)
+                        wrong = event["error"].get("type") == "invalid_request_error"
+                        raise refused(url, str(event["error"]["message"]), 400 if wrong else 500)
                     yield event
     except httpx.HTTPError as error:
         raise _gone(url, error) from None
@@ -73,5 +74,7 @@ def _gone(url: str, error: Exception) -> HostError:
     return HostError(f"{url} does not answer", why=str(error) or type(error).__name__, remedy="see `trtpipe ps`")
 
 
-def _refused(url: str, body: dict[str, Any]) -> StageFailed:
-    return StageFailed(f"{url} refused the request", why=str(body["error"]["message"]))
+def refused(server: str, message: str, status: int) -> TrtpipeError:
+    """The error for an answer of this HTTP status: a request that is refused for what it asks was a wrong one."""
+    kind = UsageError if 400 <= status < 500 and status != 429 else StageFailed
+    return kind(f"{server} refused the request", why=message)

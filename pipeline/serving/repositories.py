@@ -46,10 +46,15 @@ def imports(target: str, repository: Path) -> tuple[str, ...]:
     return tuple(run.imports()) if own else ()
 
 
-def check_passport(repository: Path) -> Passport:
+def called(name: str, repository: Path) -> str:
+    """How messages call a repository: by its target in ./runs, else by its folder."""
+    return name if (RUNS / name / "repository").is_dir() else str(repository)
+
+
+def check_passport(name: str, repository: Path) -> Passport:
     """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
     passport = read_passport(repository / ENGINE_FOLDER)
-    compatibility.examine(passport).require(repository / ENGINE_FOLDER)
+    compatibility.examine(passport).require(called(name, repository))
     return passport
 
 

@@ -14,17 +14,15 @@ from pathlib import Path
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.run_folder import RUNS
 from trtpipe.pipeline.serving import engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
-    FRONTS,
     SHM_SIZE,
     LaunchOptions,
     check_container_options,
@@ -34,6 +32,7 @@ from trtpipe.pipeline.serving.launch_options import (
 )
 from trtpipe.pipeline.serving.logs import log_path
 from trtpipe.pipeline.serving.repositories import (
+    called,
     check_passport,
     choose_server,
     find_repository,
@@ -75,15 +74,13 @@ def launch(
     """
     if options.model_names and len(targets) > 1:
         raise UsageError("--served-model-name is for one target", remedy="leave it out, or serve the targets apart")
-    passports = [check_passport(repository) for _, repository in targets]
+    passports = [check_passport(name, repository) for name, repository in targets]
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
-        called = name if (RUNS / name / "repository").is_dir() else str(repository)
-        compatibility.require_trusted(called, repository, store, allow_code=options.allow_model_code)
-        require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
+        place = called(name, repository)
+        compatibility.require_trusted(place, repository, store, allow_code=options.allow_model_code)
+        require_sound(place, check_repository(repository), remedy=f"run `trtpipe check {place}` for all")
     passport = passports[0]
-    if options.front not in FRONTS:
-        raise UsageError(f"unknown front '{options.front}'", remedy=suggestion(options.front, FRONTS))
     kind = choose_server(options.server, passport)
     check_container_options(options, kind)
     if kind == "local":
@@ -277,7 +274,7 @@ def reload(
 
 
 def _require_same_kind(served: Served, repository: Path) -> None:
-    passport = check_passport(repository)
+    passport = check_passport(served.name, repository)
     before = read_passport(served.repository / ENGINE_FOLDER)
     if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
         raise ArtefactRefused(

@@ -23,7 +23,7 @@ from trtpipe.pipeline.execution.diagnosis import disabled_features
 from trtpipe.pipeline.execution.executors import LocalExecutor
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Resources, Stage
-from trtpipe.pipeline.stages.convert import checkpoint_disk
+from trtpipe.pipeline.stages.convert import checkpoint_disk, hashed_mapping
 from trtpipe.pipeline.store.store import Artefact
 
 # Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
@@ -80,8 +80,7 @@ class Build(Stage):
             "runtime": settings.runtime,
             "gpu": gpu.name,
             "sm": gpu.sm,
-            "tp_size": mapping.tp_size,
-            "pp_size": mapping.pp_size,
+            **hashed_mapping(mapping),
             "build": {name: choices[name] for name in known if name not in NOT_IN_ENGINE},
         }
 

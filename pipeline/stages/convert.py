@@ -118,7 +118,13 @@ def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
     """The values that a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
     if form != "trtllm":
         return {"form": form}
-    return {"form": form, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size, "toolchain": toolchain}
+    return {"form": form, **hashed_mapping(mapping), "toolchain": toolchain}
+
+
+def hashed_mapping(mapping: Mapping) -> dict[str, int]:
+    """The values of a mapping; groups of experts only where there are several, as keys have been without them."""
+    groups = {"moe_ep_size": mapping.moe_ep_size} if mapping.moe_ep_size > 1 else {}
+    return {"tp_size": mapping.tp_size, "pp_size": mapping.pp_size, **groups}
 
 
 CONVERT = Convert()

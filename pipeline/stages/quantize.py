@@ -67,7 +67,7 @@ class Quantize(Stage):
         settings: Settings = job.settings
         # The loader of a Hugging Face folder splits it into ranks.
         mapping = settings.mapping if settings.form == "trtllm" else Mapping()
-        quantizing.quantize(
+        notices = quantizing.quantize(
             job.inputs["model"],
             job.out,
             settings.recipe,
@@ -78,7 +78,7 @@ class Quantize(Stage):
             progress=job.progress,
         )
         model = read_model_config(job.inputs["model"])
-        return {"notices": family_of(model).notices(model)}
+        return {"notices": [*family_of(model).notices(model), *notices]}
 
 
 QUANTIZE = Quantize()

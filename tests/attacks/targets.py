@@ -68,7 +68,7 @@ TARGETS: dict[str, Target] = {
         arguments=("restore", "checkpoint", "new"), files=("work/checkpoint/*",), makes=("new",), share=2
     ),
     "settings": Target(arguments=("settings", "--recipe", "recipe.yaml"), files=("work/recipe.yaml",), share=2),
-    "set": Target(arguments=("settings", *MODEL, "--set", "build.max_batch_size={yaml}")),
+    "set": Target(arguments=("settings", *MODEL, "--set", "build.tokens_per_block={yaml}")),
     "set-name": Target(arguments=("settings", *MODEL, "--set", "calibration={yaml}")),
     "status": Target(arguments=("status", *MODEL), files=(*STORE, "work/hf/*")),
     "build": Target(arguments=("build", *MODEL), files=("work/hf/*",), changes=BOTH),

@@ -6,22 +6,32 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.attacks.mutations import mutate
 from tests.attacks.world import SHAPES
-from tests.support.factories import hf_folder
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import stored_folder
 from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import read_stored
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
 
-@pytest.mark.parametrize("rounds", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_damage_is_always_told_in_our_own_words(tmp_path: Path, rounds: int) -> None:
-    folder = hf_folder(tmp_path / "hf", shards=2, tokenizer=False, **SHAPES)
+
+@pytest.mark.parametrize("rounds", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_damage_is_always_told_in_our_own_words(tmp_path: Path, rounds: int, family: str) -> None:
+    folder = hf_folder(tmp_path / "hf", shards=2, tokenizer=False, **{**SHAPES, **FAMILIES[family]})
     files = ("config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
     refusals = refused(
         folder, files, rounds, lambda: check_source(folder, read_model_config(folder), locate_tensors(folder))

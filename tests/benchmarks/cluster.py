@@ -76,7 +76,7 @@ def matrix(models: list[Path]) -> list[BuildSpec]:
 
 def target(model: Path, gpu: str, dtype: str, *settings: str, **options: Any) -> BuildSpec:
     layer = {"model": str(model), "gpu": gpu, "dtype": dtype, **options}
-    return resolve([("option", layer), set_layer([*SIZES, *settings])])
+    return resolve([("option", layer), set_layer(SIZES), set_layer(list(settings))])
 
 
 def bound(plans: list[BuildSpec]) -> float:

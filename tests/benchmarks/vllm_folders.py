@@ -1,9 +1,9 @@
 """Whether vLLM loads the quantized Hugging Face folders as they are written, and computes what our runtime computes.
 
-A small Llama of random weights is quantized by every recipe into each folder that can hold it, ModelOpt's and
-compressed-tensors. vLLM takes each folder in a process of its own, gives the log-probability of every token of a
-prompt, and continues it greedily. `report` computes the same numbers with our runtime, from the same folder and from
-the original. vLLM's half needs nothing of this project; its CPU wheel runs what it has kernels for.
+A small model of random weights of each of MODELS is quantized by every recipe into each folder that can hold it,
+ModelOpt's and compressed-tensors. vLLM takes each folder in a process of its own, gives the log-probability of every
+token of a prompt, and continues it greedily. `report` computes the same numbers with our runtime, from the same folder
+and from the original. vLLM's half needs nothing of this project; its CPU wheel runs what it has kernels for.
 
     python -m tests.benchmarks.vllm_folders make SCRATCH
     python tests/benchmarks/vllm_folders.py run SCRATCH
@@ -34,6 +34,22 @@ FOLDERS = {
     },
 }
 VOCABULARY, PROMPT, NEW = 1024, 192, 32
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
+    "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Name -> transformers' class without its ending, and what its config has beside SIZES.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+}
 SECONDS = 240
 # What vLLM logs about a folder that it does not take as it is.
 TROUBLE = re.compile(
@@ -42,43 +58,56 @@ TROUBLE = re.compile(
 )
 
 
-def make(scratch: Path) -> None:
-    """Write SCRATCH/bf16, SCRATCH/<recipe> and the prompt."""
+def make(scratch: Path, name: str) -> None:
+    """Write SCRATCH/bf16, SCRATCH/<folder of FOLDERS> and the prompt, for a model of MODELS.
+
+    What `quantize` refuses for the model is said in SCRATCH/<folder>.refused.
+    """
     import numpy as np
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     from trtpipe.configs.facts import load_quant_recipes
+    from trtpipe.engines.checkpoint.split import check_expert_format
+    from trtpipe.engines.errors import TrtpipeError
+    from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.quantize import job
 
+    scratch.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.05,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).bfloat16()
+    kind, more = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
     for number, layer in enumerate(model.model.layers):
         # Random weights give activations without outliers, and matrices whose scales are all alike.
         layer.input_layernorm.weight.data *= torch.linspace(0.3, 2, 512).bfloat16()
         layer.post_attention_layernorm.weight.data *= torch.linspace(1.5, 0.5, 512).bfloat16()
         layer.self_attn.k_proj.weight.data *= 1 + number / 2
         layer.self_attn.v_proj.weight.data *= 0.7
-        layer.mlp.up_proj.weight.data *= 1.3
+        for parameter, value in layer.named_parameters():
+            if parameter.endswith(("up_proj.weight", "gate_up_proj")):
+                value.data *= 1.3
+            elif parameter.endswith(".bias"):
+                value.data.normal_(std=0.1)
     model.save_pretrained(scratch / PLAIN)
     generator = np.random.default_rng(0)
     (scratch / "prompt.json").write_text(json.dumps(generator.integers(3, VOCABULARY, PROMPT).tolist()))
     samples = generator.integers(3, VOCABULARY, (16, 256), dtype=np.int32)
-    recipes = load_quant_recipes()
-    for name, (recipe, form) in FOLDERS.items():
-        out, scales = scratch / name, scratch / f"{recipe}.scales"
+    recipes, read = load_quant_recipes(), read_model_config(scratch / PLAIN)
+    for folder, (recipe, form) in FOLDERS.items():
+        out, scales = scratch / folder, scratch / f"{recipe}.scales"
         out.mkdir()
-        job.quantize(
-            scratch / PLAIN, out, recipes[recipe], layout=job.Layout(form=form), samples=samples,
-            scales=scales if scales.is_file() else None, save_scales=None if scales.is_file() else scales,
-            log=scratch / "make.log",
-        )  # fmt: skip
-        print(name, flush=True)
+        try:
+            check_expert_format(read, recipes[recipe].quantization, form)
+            job.quantize(
+                scratch / PLAIN, out, recipes[recipe], layout=job.Layout(form=form), samples=samples,
+                scales=scales if scales.is_file() else None, save_scales=None if scales.is_file() else scales,
+                log=scratch / "make.log",
+            )  # fmt: skip
+        except TrtpipeError as error:
+            out.rmdir()
+            (scratch / f"{folder}.refused").write_text(str(error))
+        print(name, folder, flush=True)
 
 
 def run(scratch: Path) -> None:
@@ -153,16 +182,20 @@ def reference(folder: Path, ids: list[int], dtype: str = "bfloat16") -> Any:
 
 
 def merge(folder: Path, out: Path) -> Path:
-    """A copy of an FP8 folder whose fused matrices share the largest of their scales, as vLLM has it in memory."""
+    """A copy of an FP8 folder whose joined matrices share the largest of their scales, as vLLM has it in memory."""
     import torch
     from safetensors.torch import load_file, save_file
 
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(folder, out)
     tensors = load_file(folder / "model.safetensors")
-    for first in [name for name in tensors if name.endswith(("q_proj.weight", "gate_proj.weight"))]:
-        block, _, kind = first.removesuffix("_proj.weight").rpartition(".")
-        stems = [f"{block}.{part}_proj." for part in (("q", "k", "v") if kind == "q" else ("gate", "up"))]
+    joined = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+    for name in [*tensors]:
+        block, _, linear = name.removesuffix(".weight").rpartition(".")
+        parts = [parts for parts in joined if name.endswith(".weight") and linear == parts[0]]
+        if not parts:
+            continue
+        stems = [f"{block}.{part}." for part in parts[0]]
         scale = torch.stack([tensors[stem + "weight_scale"] for stem in stems]).max()
         for stem in stems:
             exact = tensors[stem + "weight"].float() * tensors[stem + "weight_scale"] / scale
@@ -176,6 +209,9 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
     """A line of the table, and what vLLM wrote."""
     import numpy as np
 
+    refused = scratch / f"{name}.refused"
+    if refused.exists():
+        return f"| {name} | not written | | | | | | | {refused.read_text()} |", {}
     log = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     result = scratch / f"{name}.json"
     if not result.exists():
@@ -196,17 +232,37 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
     return f"| {name} | {method} | {' | '.join(cells)} | {'; '.join(sorted(notes))} |", found
 
 
+def table(scratch: Path, model: str) -> tuple[list[str], dict[str, Any]]:
+    """A model's part of the page, and what vLLM wrote of the original."""
+    prompt = json.loads((scratch / "prompt.json").read_text())
+    known = [
+        name for name in (PLAIN, *FOLDERS) if any((scratch / f"{name}.{end}").exists() for end in ("log", "refused"))
+    ]
+    made = [row(scratch, name, prompt) for name in known]
+    kind, more = MODELS[model]
+    config = ", ".join(f"{name} {value}" for name, value in more.items())
+    return [
+        f"## {kind}ForCausalLM",
+        "",
+        *([f"With {config}.", ""] if config else []),
+        "| folder | vLLM's method, KV cache | vLLM to ours, prompt | vLLM to ours, new tokens "
+        "| vLLM to ours, merged | ours to ours in float32 | vLLM to the original | ours to the original | note |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(line for line, _ in made),
+        "",
+    ], made[0][1]
+
+
 def report(scratch: Path) -> str:
     """The page: how far vLLM's log-probabilities are from our runtime's, of the same folder and of the original."""
-    prompt = json.loads((scratch / "prompt.json").read_text())
-    made = [row(scratch, name, prompt) for name in (PLAIN, *FOLDERS) if (scratch / f"{name}.log").exists()]
-    facts = made[0][1]
+    parts = [table(scratch / model, model) for model in MODELS if (scratch / model).is_dir()]
+    facts = parts[0][1]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return "\n".join(
         [
             "# Our Hugging Face folders in vLLM",
             "",
-            f"{datetime.now(timezone.utc):%Y-%m-%d}, {facts['gpu']}, {versions}. A Llama of 3 layers of",
+            f"{datetime.now(timezone.utc):%Y-%m-%d}, {facts['gpu']}, {versions}. Models of 3 layers of",
             "random weights, quantized by each recipe on a CPU; vLLM loads the folder as written, told nothing about",
             "its quantization; FlashInfer was not installed. Written by `python -m tests.benchmarks.vllm_folders`.",
             "",
@@ -214,13 +270,10 @@ def report(scratch: Path) -> str:
             f"{PROMPT} random tokens, and of the {NEW} tokens vLLM continued it with. Random weights magnify rounding,",
             "so what float32 instead of bfloat16 moves in our own runtime is the measure for the first three columns.",
             "vLLM brings q, k and v, and gate and up, to the largest of their FP8 scales, where our runtime keeps each",
-            "its own: `merged` is our runtime with scales brought together likewise.",
+            "its own: `merged` is our runtime with scales brought together likewise. A router's choice of experts is",
+            "not continuous: where rounding moves a score past another, a token is computed by another expert.",
             "",
-            "| folder | vLLM's method, KV cache | vLLM to ours, prompt | vLLM to ours, new tokens "
-            "| vLLM to ours, merged | ours to ours in float32 | vLLM to the original | ours to the original | note |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(line for line, _ in made),
-            "",
+            *(line for part, _ in parts for line in part),
         ]
     )
 
@@ -232,10 +285,12 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
     if args.half == "make":
-        args.scratch.mkdir(parents=True, exist_ok=True)
-        make(args.scratch)
+        for model in MODELS:
+            make(args.scratch / model, model)
     elif args.half == "run":
-        run(args.scratch)
+        for model in MODELS:
+            if (args.scratch / model).is_dir():
+                run(args.scratch / model)
     elif args.half == "one":
         one(args.scratch)
     else:

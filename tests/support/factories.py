@@ -36,6 +36,19 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# Changes that make other families of it.
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+# Heads wider than hidden_size / heads, as in most of that family.
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 16,
+}  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 # The same as it is read.
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from tests.support.commands import command_of_examples
 from tests.support.paths import ROOT
 from trtpipe.pipeline.cli import app
 
@@ -22,7 +23,7 @@ COMMAND = r"""trtpipe((?: (?:'[^']*'|"[^"]*"|[^\s'"`#>|&;]+))+)"""
 FENCED = re.compile(rf"^[ $]*(?:\.venv/bin/)?{COMMAND}", re.MULTILINE)
 INDENTED = re.compile(rf"(?:^    +|    +){COMMAND}", re.MULTILINE)
 MENTIONED = re.compile(rf"`{COMMAND}`")
-COMMANDS = app.command()
+COMMANDS = command_of_examples()
 
 
 def command_lines(page: str) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.factories import hf_folder
-from tests.unit.cli.test_commands import Run, rows, run  # noqa: F401  # a fixture
+from tests.unit.cli.conftest import Run, rows, run  # noqa: F401  # a fixture
 from tests.unit.test_runner import plan
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.pipeline import matrix

@@ -76,7 +76,7 @@ def settled(folder: Path) -> Path:
 
 def plan(model: Path, *assignments: str, gpu: str = "cpu", dtype: str = "fp32", **options: Any) -> BuildSpec:
     layer = {"model": str(model), "gpu": gpu, "dtype": dtype, **options}
-    return resolve([("option", layer), set_layer([*SIZES, *assignments])])
+    return resolve([("option", layer), set_layer(SIZES), set_layer(list(assignments))])
 
 
 def build(made: BuildSpec, store: Store, **options: Any) -> dict[str, tuple[str, str]]:
@@ -219,9 +219,10 @@ def test_a_build_that_is_refused_leaves_no_target(
     def refuse(*_: Any) -> None:
         raise HostError("the hub has no acme/tiny")
 
-    with monkeypatch.context() as patched, pytest.raises(HostError):
+    with monkeypatch.context() as patched:
         patched.setattr(Download, "check", refuse)
-        build(plan(model), store)
+        with pytest.raises(HostError):
+            build(plan(model), store)
     assert not (in_folder / "runs").exists()
     assert list_targets(store) == []
     build(plan(model), store)

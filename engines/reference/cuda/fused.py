@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.nn import functional
@@ -113,19 +113,32 @@ def swiglu(activated: torch.Tensor, gate: torch.Tensor, encode: Encode) -> Any:
     return encode(functional.silu(activated).mul_(gate))
 
 
-def rotated(x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first `turned` heads of [..., heads, head_size], queries and keys, by angles [..., 1, head_size]."""
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head's queries and keys: weights [1, heads of queries and keys, head_size], and epsilon."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+def rotated(
+    x: torch.Tensor, turned: int, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Rotate the first `turned` heads of [..., heads, head_size], queries and keys, by angles [..., 1, head_size],
+    after their norms."""
     x, values = x[..., :turned, :], x[..., turned:, :]
+    if norms is not None:
+        # As in transformers the normed values are rounded before they are multiplied by the weight.
+        x = functional.rms_norm(x, x.shape[-1:], eps=norms.epsilon) * norms.weight
     return torch.cat((torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin), values), dim=-2)
 
 
 @one_kernel
 def rotate_and_keep(
-    x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor, encode: Encode | None, slots: torch.Tensor,
-    pool: torch.Tensor,
+    x: torch.Tensor, turned: int, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor,
+    encode: Encode | None, slots: torch.Tensor, pool: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Apply `rotated`, and write keys and values to slots [T, 1] of a pool [slots, key and value heads, head_size]."""
-    x = rotated(x, turned, cos, sin)
+    x = rotated(x, turned, norms, cos, sin)
     new = x[:, -pool.shape[1] :]
     pool[slots[:, 0]] = new if encode is None else encode(new)
     return x

@@ -66,6 +66,8 @@ def find_load(name: str) -> LoadFile:
                 f"unknown load '{name}'", why="it is not a YAML file either", remedy=suggestion(name, names())
             )
         path = LOADS / f"{name}.yaml"
+    elif not path.is_file():
+        raise UsageError(f"there is no load file {path}", remedy="known: " + ", ".join(names()))
     raw = read.read_yaml(path)
     read.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
     plain = read.build(_Plain, raw, path.name)

@@ -18,7 +18,7 @@ def notes(report: BenchReport) -> Iterator[str]:
         if result.stopped is not None:
             yield f"{result.protocol}, {result.label}: it ended early: {result.stopped}"
     if report.interrupted:
-        yield "interrupted: what is not in the table was not measured"
+        yield "what is not in the table was not measured"
     for url, why in report.unread_metrics.items():
         yield f"no metrics could be read from {url}: {why}"
     for reason in report.verdict()["reasons"]:

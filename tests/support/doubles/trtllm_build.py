@@ -3,7 +3,7 @@
 TensorRT-LLM runs on NVIDIA GPUs alone, so tests build with this. It reads a checkpoint as the loader of a release
 does, refuses what that refuses in the same words, turns off what that turns off, and writes an engine folder whose
 rank files say what they are. Where upstream would build a wrong model without a word, or where nothing is known of
-what it does, this refuses with a ContractError. Dense Llama only.
+what it does, this refuses with a ContractError. Llama, Mixtral and Qwen only.
 
 One file of the standard library, and nothing of this project: it is a second reading of the contract, and it is
 copied into a container image that holds a Python and nothing else.
@@ -201,8 +201,12 @@ def _cache_type(word: str) -> str:
 # The checkpoint's config.json
 
 # The other architectures of the same class are not dense Llamas.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-SAME_CLASS = ("MixtralForCausalLM", "GraniteForCausalLM", "ExaoneForCausalLM", "ArcticForCausalLM")
+# Those of the class QWenForCausalLM, each with its qwen_type.
+QWEN = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+# Key of the features of an expert.
+EXPERTS = {"MixtralForCausalLM": "intermediate_size", "Qwen3MoeForCausalLM": "moe_intermediate_size"}
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *QWEN)
+SAME_CLASS = ("GraniteForCausalLM", "ExaoneForCausalLM", "ArcticForCausalLM")
 FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 AWQ = ("W4A16_AWQ", "W4A8_AWQ")
 COVERED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL", "W8A16", *AWQ)
@@ -251,6 +255,8 @@ class Ranks:
     pp: int
     cp: int
     partition: list[int] | None
+    moe_tp: int
+    moe_ep: int
 
     @property
     def world(self) -> int:
@@ -302,6 +308,7 @@ class Model:
     sharding: int | None
     ranks: Ranks
     quant: Quant
+    experts: int
 
     @property
     def float(self) -> str:
@@ -343,7 +350,7 @@ def read_mapping(raw: dict[str, Any], setup: Setup) -> Ranks:
         raise ValueError(
             f"tp_size * cp_size must equal to attn_tp_size * attn_cp_size, but got {tp} * {cp} != {attn_tp} * {attn_cp}"
         )
-    return Ranks(tp, pp, cp, raw.get("pp_partition"))
+    return Ranks(tp, pp, cp, raw.get("pp_partition"), moe_tp, moe_ep)
 
 
 def read_quantization(raw: dict[str, Any], setup: Setup, folder: Path) -> Quant:
@@ -376,7 +383,7 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     architecture = raw["architecture"]
     if architecture not in ARCHITECTURES:
         if architecture in SAME_CLASS:
-            raise ContractError(f"the double knows dense Llamas, not {architecture}")
+            raise ContractError(f"the double does not know {architecture}")
         raise KeyError(architecture)
     for key in ("dtype", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if key not in raw:
@@ -385,14 +392,21 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     ranks = read_mapping(raw.get("mapping") or {}, setup)
     quant = read_quantization(raw.get("quantization") or {}, setup, path.parent)
     for key in sorted(raw.keys() - TOP_LEVEL):
-        log.warning(f"Implicitly setting LLaMAConfig.{key} = {raw[key]}")
+        log.warning(f"Implicitly setting {'QWenConfig' if architecture in QWEN else 'LLaMAConfig'}.{key} = {raw[key]}")
     _refuse_silent_faults(raw)
+    experts = _experts(raw, ranks, quant)
+    if architecture in QWEN:
+        for key in ("qwen_type", "seq_length"):
+            if key not in raw:
+                raise AttributeError(f"'QWenConfig' object has no attribute '{key}'")
+        if raw["qwen_type"] != QWEN[architecture]:
+            raise ContractError(f"qwen_type is {raw['qwen_type']}, a {architecture}'s is {QWEN[architecture]}")
     heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
     ffn, layers, tp = raw["intermediate_size"], raw["num_hidden_layers"], ranks.tp
     assert heads % tp == 0, "num_attention_heads must be divisible by tp_size"
     if kv_heads % tp and tp % kv_heads:
         raise ContractError(f"{kv_heads} key/value heads over {tp} ranks: ranks would get parts of heads")
-    if ffn % tp:
+    if not experts and ffn % tp:
         raise ContractError(f"intermediate_size {ffn} over {tp} ranks: the remainder would be lost")
     if ranks.partition is not None and (len(ranks.partition), sum(ranks.partition)) != (ranks.pp, layers):
         raise ValueError(f"pp_partition {ranks.partition} does not match pp_size {ranks.pp} and {layers} layers.")
@@ -402,7 +416,7 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
         dtype=raw["dtype"],
         vocab=raw["vocab_size"],
         hidden=raw["hidden_size"],
-        ffn=ffn,
+        ffn=raw[EXPERTS[architecture]] // ranks.moe_tp if experts else ffn // tp,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -411,7 +425,27 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
         sharding=raw.get("embedding_sharding_dim", 0) if raw.get("use_parallel_embedding") else None,
         ranks=ranks,
         quant=quant,
+        experts=experts,
     )
+
+
+def _experts(raw: dict[str, Any], ranks: Ranks, quant: Quant) -> int:
+    """Experts of each layer; 0 for a dense model."""
+    count: int = (raw.get("moe") or {}).get("num_experts", 0)
+    key = EXPERTS.get(raw["architecture"])
+    if (key is None) != (count == 0):
+        raise ContractError(f"moe.num_experts is {count} for a {raw['architecture']}")
+    if key is None:
+        return 0
+    if count % ranks.moe_ep:
+        raise ValueError(f"MixtureOfExperts - Number of experts {count} is not a multiple of EP size {ranks.moe_ep}")
+    if raw[key] % ranks.moe_tp:
+        raise ValueError(f"{key} {raw[key]} is not a multiple of the TP size of experts {ranks.moe_tp}")
+    if quant.algo not in (None, "FP8", "W8A16"):
+        raise ContractError(f"the double does not know experts in {quant.algo}")
+    if quant.algo is not None and not quant.excluded("transformer.layers.0.mlp.router"):
+        raise ContractError("exclude_modules does not name the routers, which would be quantized")
+    return count
 
 
 def _refuse_silent_faults(raw: dict[str, Any]) -> None:
@@ -420,8 +454,9 @@ def _refuse_silent_faults(raw: dict[str, Any]) -> None:
     for key in NEEDED:
         if raw.get(key) is None:
             raise ContractError(f"config.json lacks {key}: the loader has a default, which is not this model's")
-    if raw["hidden_act"] != "silu":
-        raise ContractError(f"hidden_act is {raw['hidden_act']}, Llama's is silu")
+    act, kind = ("swiglu", "that of experts") if raw["architecture"] in EXPERTS else ("silu", "Llama's")
+    if raw["hidden_act"] != act:
+        raise ContractError(f"hidden_act is {raw['hidden_act']}, {kind} is {act}")
     if raw["position_embedding_type"] != "rope_gpt_neox":
         raise ContractError(f"position_embedding_type is {raw['position_embedding_type']}: no rotary embedding applies")
     if raw.get("qk_layernorm"):
@@ -513,17 +548,26 @@ def _parameters(model: Model, stage: int) -> Iterator[tuple[str, Parameter]]:
     if stage == 0:
         yield from _embedding(model)
     q, kv = model.heads // ranks.tp * d, -(-model.kv_heads // ranks.tp) * d
-    attn_bias, mlp_bias = bool(model.raw.get("attn_bias")), bool(model.raw.get("mlp_bias"))
+    qwen = model.raw["qwen_type"] if model.architecture in QWEN else None
+    # A Qwen's class has this default, and never a bias of the output.
+    attn_bias, mlp_bias = bool(model.raw.get("attn_bias", qwen is not None)), bool(model.raw.get("mlp_bias"))
     for index in range(ranks.layers(model.layers, stage)):
         layer = f"transformer.layers.{index}."
         for norm in ("input_layernorm", "post_layernorm"):
             yield f"{layer}{norm}.weight", Parameter(number, (model.hidden,))
-        ffn = model.ffn // ranks.tp
+        ffn = model.ffn
         yield from _linear(model, f"{layer}attention.qkv", q + 2 * kv, model.hidden, bias=attn_bias)
-        yield from _linear(model, f"{layer}attention.dense", model.hidden, q, row=True, bias=attn_bias)
-        yield from _linear(model, f"{layer}mlp.fc", ffn, model.hidden, bias=mlp_bias)
-        yield from _linear(model, f"{layer}mlp.gate", ffn, model.hidden, bias=mlp_bias)
-        yield from _linear(model, f"{layer}mlp.proj", model.hidden, ffn, row=True, bias=mlp_bias)
+        yield from _linear(model, f"{layer}attention.dense", model.hidden, q, row=True, bias=attn_bias and not qwen)
+        for norm in ("q_layernorm", "k_layernorm") if qwen in ("qwen3", "qwen3_moe") else ():
+            yield f"{layer}attention.{norm}.weight", Parameter(number, (d,))
+        if model.experts:
+            yield f"{layer}mlp.router.weight", Parameter("F32", (model.experts, model.hidden))
+            yield from _stack(model, f"{layer}mlp.fc", 2 * ffn, model.hidden)
+            yield from _stack(model, f"{layer}mlp.proj", model.hidden, ffn)
+        else:
+            yield from _linear(model, f"{layer}mlp.fc", ffn, model.hidden, bias=mlp_bias)
+            yield from _linear(model, f"{layer}mlp.gate", ffn, model.hidden, bias=mlp_bias)
+            yield from _linear(model, f"{layer}mlp.proj", model.hidden, ffn, row=True, bias=mlp_bias)
         if model.quant.cache:
             for scale in ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor"):
                 yield f"{layer}attention.{scale}", Parameter("F32", (1,))
@@ -596,6 +640,20 @@ def _linear(
         yield f"{module}.{name}", parameter
 
 
+def _stack(model: Model, module: str, out: int, width: int) -> Iterator[tuple[str, Parameter]]:
+    """One of the two matrices of each expert that a rank holds."""
+    held, algo = model.experts // model.ranks.moe_ep, model.quant.of(module)
+    if algo == "FP8":
+        yield f"{module}.weight", Parameter("F8_E4M3", (held, out, width))
+        yield f"{module}.weights_scaling_factor", Parameter("F32", (held, 1))
+        yield f"{module}.activation_scaling_factor", Parameter("F32", (1,))
+    elif algo == "W8A16":
+        yield f"{module}.weight", Parameter("I8", (held, width, out))
+        yield f"{module}.per_channel_scale", Parameter(model.float, (held, out))
+    else:
+        yield f"{module}.weight", Parameter(model.float, (held, out, width))
+
+
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
@@ -626,9 +684,9 @@ def loaded(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in list(tensors.items()):
             named = any(fnmatchcase(name, pattern) for pattern in model.quant.exclude or ())
             if not named and any(linear in name for linear in LINEARS) and tensor.dtype != "I8":
-                out, width = tensor.shape
-                tensors[name] = Tensor("I8", (width, out))
-                tensors[name.replace(".weight", ".per_channel_scale")] = Tensor(model.float, (out,))
+                *held, out, width = tensor.shape
+                tensors[name] = Tensor("I8", (*held, width, out))
+                tensors[name.replace(".weight", ".per_channel_scale")] = Tensor(model.float, (*held, out))
     elif algo in AWQ:
         _loaded_awq(model, tensors, algo)
     return tensors

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_commands import Run, run
-
-__all__ = ["run"]  # a fixture
+from tests.unit.cli.conftest import Run
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_commands import Run, rows, run
+from tests.unit.cli.conftest import Run, rows
 from trtpipe.pipeline.cli import config
-
-__all__ = ["run"]  # a fixture
 
 FILE = """
 runtime = "vllm"

@@ -278,11 +278,11 @@ def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: by
     """A folder's name has a letter that ASCII lacks, a byte that is not text, and an escape sequence."""
     folder = os.fsencode(tmp_path) + "/mod\u00e8le".encode() + b"\xff\x1b[31m"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": locale}
-    for words in ((b"inspect", folder), (b"--debug", b"inspect", folder)):
+    for words in ((b"check", folder), (b"--debug", b"check", folder)):
         done = subprocess.run([*python_command("trtpipe"), *words], env=environment, capture_output=True, check=False)
         assert done.stderr.isascii()
         assert b"\x1b" not in done.stderr
-        assert shown + b" is not a checkpoint: there is no such folder" in done.stderr.replace(b"\n", b"")
+        assert shown + b"'; `trtpipe ls` lists" in done.stderr.replace(b"\n", b"")
     script = (
         r"from trtpipe.pipeline.cli import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
     )

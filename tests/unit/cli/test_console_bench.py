@@ -168,7 +168,7 @@ def test_a_comparison_fits_80_columns_without_trailing_blanks(
 # Where the report goes
 
 CHECKED: dict[str, Any] = {"ttft_p50_ms": 5.0, "asked": 1}
-BENCH = ("bench", "--grpc-url", "127.0.0.1:1", "--protocol", "grpc", "--tokenizer", "tokenizer.json")
+BENCH = ("bench", "--grpc-url", "127.0.0.1:1", "--protocol", "grpc", "--tokenizer", __file__)
 
 
 def test_a_run_has_a_folder_of_its_own_and_prints_its_report_as_json(

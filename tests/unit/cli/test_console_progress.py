@@ -50,14 +50,15 @@ def test_work_that_goes_on_after_its_last_byte_says_so(now: list[float], done: i
     assert work.line() == "download  92.9 MB done, finishing"
 
 
-def test_a_second_phase_has_a_rate_of_its_own(now: list[float]) -> None:
+def test_a_second_phase_is_counted_on_with_a_rate_of_its_own(now: list[float]) -> None:
     work = Work("download", "first run")
     now[0] += 50
     work(92 * MB, 92 * MB)
     work(20 * MB, 80 * MB)
     now[0] += 2
     work(40 * MB, 80 * MB)
-    assert work.line() == "download  40.0 MB of 80.0 MB, 10.0 MB/s, 4 s left"
+    assert work.line() == "download  132.0 MB of 172.0 MB, 10.0 MB/s, 4 s left"  # never back to less
+    assert (work.done, work.total) == (132 * MB, 172 * MB)
 
 
 @pytest.mark.parametrize(

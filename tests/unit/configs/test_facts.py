@@ -181,7 +181,7 @@ def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, ne
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", "is not YAML: "),
+        ("a: [1", "is not YAML: while parsing a flow sequence on line 1, column 4 "),
         ("- a\n- b\n", "holds a list, not a mapping"),
         ("just words", "holds a str, not a mapping; write it as lines of `name: value`"),
         ("a: !!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
@@ -210,15 +210,17 @@ def test_of_a_repeated_key_the_last_value_counts_where_repeats_are_accepted(tmp_
     assert read_yaml(path, repeats=True) == {"a": 4, "b": {"c": 3}}
 
 
-def test_unreadable_yaml_is_named_and_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+def test_unreadable_yaml_is_named_and_an_empty_file_is_called_so(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     with pytest.raises(ConfigError, match=f"{path} cannot be read: No such file or directory"):
         read_yaml(path)
     path.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="is not YAML"):
         read_yaml(path)
-    path.write_text("# nothing yet\n")
-    assert read_yaml(path) == {}
+    for text in ("", "# nothing yet\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"^{path} is empty$"):
+            read_yaml(path)
 
 
 def find(name: str, source: str | None = None, revision: str | None = None) -> tuple[str, object]:
@@ -249,6 +251,9 @@ def test_a_model_is_a_folder_a_gguf_file_or_a_hub_id(in_folder: Path) -> None:
     (in_folder / "Tiny.Q8.gguf").write_bytes(b"GGUF")
     assert find("./My-Llama") == ("my-llama", FolderSource(path=str(in_folder / "My-Llama")))
     assert find("My-Llama/") == ("my-llama", FolderSource(path=str(in_folder / "My-Llama")))
+    (in_folder / "m8").symlink_to("My-Llama")  # a link has its own name: artefacts, to which links lead, have none
+    assert find("m8") == ("m8", FolderSource(path=str(in_folder / "m8")))
+    assert find("m8/.")[0] == find("m8/../m8/")[0] == "m8"
     assert find("Tiny.Q8.gguf") == ("tiny.q8", GgufSource(path=str(in_folder / "Tiny.Q8.gguf")))
     assert find("unsloth/Llama-3.2-1B") == ("llama-3.2-1b", HubSource(repo_id="unsloth/Llama-3.2-1B"))
     assert find("unsloth/Llama-3.2-1B", source="hub")[0] == "llama-3.2-1b"

@@ -21,18 +21,17 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.commands import command_of_examples
 from tests.support.golden import check_golden
 from tests.support.paths import DATA
 from tests.unit.engines.test_passport import GIB, passport, target
 from trtpipe.configs.facts import find_gpu, find_toolchain
 from trtpipe.engines.errors import ArtefactRefused, TrtpipeError, UsageError
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline.cli.app import make_app
 from trtpipe.pipeline.deploy import rendezvous
 from trtpipe.pipeline.deploy.config import NAME_LENGTH, DeployConfig, dns_name
 from trtpipe.pipeline.deploy.kubernetes import chart, manifests, plan, write
@@ -599,7 +598,7 @@ def test_the_gateway_is_beside_the_server_asks_for_keys_and_is_ready_when_the_mo
 
 def test_the_command_of_the_gateway_is_one_that_trtpipe_knows() -> None:
     words = gateway("one")["command"]
-    command = typer.main.get_command(make_app()).commands["gateway"]  # type: ignore[attr-defined]
+    command = command_of_examples().commands["gateway"]
     context = command.make_context("gateway", list(words[2:]))
     assert (context.params["target"], context.params["linger"], context.params["port"]) == ("/models", 10, 9000)
 

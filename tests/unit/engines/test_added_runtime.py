@@ -57,8 +57,10 @@ def test_an_engine_of_it_is_built_packaged_and_checked(echo: ModuleType, in_fold
 
 def test_its_module_says_what_it_cannot_do(echo: ModuleType, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
-    with pytest.raises(UsageError, match="max_attention_window_size is not for the echo runtime"):
-        plan(model, "serving.max_attention_window_size=8", runtime="echo")
+    window = "serving.max_attention_window_size"
+    echo.FIXED = {window: (None, "echoes last")}  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="max_attention_window_size is not for the echo runtime: echoes last"):
+        plan(model, f"{window}=8", runtime="echo")
     echo.ON_CPU = False  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="runtime echo needs an NVIDIA GPU"):
         plan(model, runtime="echo")

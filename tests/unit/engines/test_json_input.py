@@ -105,7 +105,7 @@ def test_many_short_texts_read_as_each_of_them_alone(values: list[object]) -> No
         (b"9" * 5000, "more than 64 digits"),
         (b'"\\ud800"', "half of a surrogate pair"),
         (b"1,2", "Extra data"),
-        (b"", "Expecting value"),
+        (b"", "it is empty"),
         (b"\x00", "Expecting value"),
         (b'"\xed\xa0\x80"', "utf-8"),
         (b'"' + b"x" * 1_000_000 + b'"', "more than 1,000,000 bytes"),

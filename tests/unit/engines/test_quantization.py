@@ -77,6 +77,14 @@ def test_auto_says_why(device: GpuSpec, name: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("runtime", "name"), [("tensorrt_llm", "int8-sq"), ("vllm", "int8-sq"), ("trtllm_pytorch", "bf16")]
+)
+def test_auto_takes_what_the_runtime_reads(runtime: str, name: str) -> None:
+    assert resolve_precision("auto", A100, RECIPES, runtime=runtime).name == name
+    assert resolve_precision("auto", H100, RECIPES, runtime=runtime).name == "fp8-kv"
+
+
+@pytest.mark.parametrize(
     ("requested", "device", "algo"),
     [
         ("fp8", L40S, QuantAlgo.FP8),

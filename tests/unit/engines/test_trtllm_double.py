@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import factories
 from tests.support.doubles import trtllm_build
-from tests.support.factories import hf_folder
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.convert import convert
@@ -345,12 +345,43 @@ def test_a_key_at_the_top_is_taken(tmp_path: Path, capsys: Output) -> None:
     assert "[W] Implicitly setting LLaMAConfig.producer = us" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("family", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_experts_are_built_however_ranks_divide_them(tmp_path: Path, capsys: Output, family: dict[str, Any]) -> None:
+    hf = hf_folder(tmp_path / "hf", tokenizer=False, **family)
+    for ep in (1, 2, 4):
+        (source := tmp_path / f"checkpoint{ep}" / "checkpoint").mkdir(parents=True)
+        convert(hf, source, dtype=None, mapping=Mapping(tp_size=4, pp_size=2, moe_ep_size=ep))
+        assert build(source) == 0
+    capsys.readouterr()
+    config = json.loads((source / "config.json").read_text())
+    config["mapping"] |= {"moe_tp_size": 4, "moe_ep_size": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(source.parent / "engine")
+    assert "The value updated is not the same shape as the original" in refusal(capsys, source)
+
+
+@pytest.mark.parametrize("qwen", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_a_qwen_is_built_and_not_without_its_type(tmp_path: Path, capsys: Output, qwen: dict[str, Any]) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    hf = hf_folder(tmp_path / "hf", tokenizer=False, **qwen, tie_word_embeddings=True)
+    convert(hf, source, dtype=None, mapping=Mapping(tp_size=2, pp_size=2))
+    assert build(source) == 0
+    assert f"Implicitly setting QWenConfig.qwen_type = {qwen['model_type']}" in capsys.readouterr().out
+    config = json.loads((source / "config.json").read_text())
+    del config["qwen_type"]
+    (source / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(source.parent / "engine")
+    assert refusal(capsys, source) == "AttributeError: 'QWenConfig' object has no attribute 'qwen_type'"
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"architecture": "Qwen9ForCausalLM"}, "KeyError: 'Qwen9ForCausalLM'"),
+        ({"architecture": "GraniteForCausalLM"}, "ContractError: the double does not know GraniteForCausalLM"),
         ({"architecture": "MixtralForCausalLM"},
-         "ContractError: the double knows dense Llamas, not MixtralForCausalLM"),
+         "ContractError: hidden_act is silu, that of experts is swiglu"),
         ({"dtype": "auto"}, "AssertionError: Unsupported dtype: auto"),
         ({"hidden_act": "gelu"}, "ContractError: hidden_act is gelu, Llama's is silu"),
         ({"position_embedding_type": "learned_absolute"},

@@ -111,3 +111,31 @@ def test_the_shipped_efficiencies_are_shares() -> None:
     with pytest.raises(UsageError, match="no efficiency of int4 is known"):
         how.product(90, "int4")
     assert how.product(100, "fp8") == how.product(90, "fp8")  # the nearest that was fitted
+
+
+def experts(tokens: int, **mapping: int) -> float:
+    """Seconds that a step of Mixtral 8x7B takes for its products, in bytes read at 1 TB/s, less the experts' part."""
+    step = Step(context=0, decoding=tokens, cached=0, work=0, logits=0)
+    made = StepCost.of(find_shape("mixtral-8x7b")[1], BF16, Mapping(**mapping), UNQUANTIZED, GPU, IDEAL)
+    return float(made.parts(step).products) * 1e12 - made.weight_bytes
+
+
+def test_experts_that_no_token_picks_are_not_read() -> None:
+    all_of_them = 32 * 8 * 3 * 4096 * 14336 * 2
+    # Of eight experts a token takes two: 1 - (3/4)^n of them are read for n tokens.
+    assert experts(1) == pytest.approx(all_of_them * 2 / 8, rel=1e-6)
+    assert experts(2) == pytest.approx(all_of_them * 7 / 16, rel=1e-6)
+    assert experts(3) == pytest.approx(all_of_them * 37 / 64, rel=1e-6)
+    for mapping in ({"tp_size": 2}, {"tp_size": 2, "moe_ep_size": 2}):
+        assert experts(2, **mapping) == pytest.approx(all_of_them / 2 * 7 / 16, rel=1e-6)
+
+
+def test_a_prompt_is_computed_by_the_experts_that_it_picks() -> None:
+    made = StepCost.of(find_shape("mixtral-8x7b")[1], BF16, Mapping(), UNQUANTIZED, GPU, IDEAL)
+    # Attention, two experts and the router of each layer: with two tables of 32000 x 4096 the 12.9 billion that a token
+    # takes.
+    attention, pair, router = 4096 * (6144 + 4096), 2 * 3 * 4096 * 14336, 8 * 4096
+    assert made.parameters == 32 * (attention + pair + router)
+    assert made.parameters + 2 * 32_000 * 4096 == pytest.approx(12.88e9, rel=1e-3)
+    parts = made.parts(Step(context=100_000, decoding=0, cached=0, work=0, logits=0))
+    assert parts.products == pytest.approx(2 * 100_000 * made.parameters / 1e15)

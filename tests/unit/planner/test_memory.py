@@ -27,6 +27,9 @@ LIMITS = Limits(max_batch_size=64, max_num_tokens=8192)
         ("llama3.2-1b", 32_768, 16_384),
         ("llama3.2-3b", 114_688, 57_344),
         ("llama3.1-70b", 327_680, 163_840),
+        ("qwen2.5-7b", 57_344, 28_672),
+        # Heads of 128, where hidden_size / heads is 64.
+        ("qwen3-0.6b", 114_688, 57_344),
     ],
 )
 def test_bytes_of_a_token_in_the_kv_cache(name: str, sixteen: int, eight: int) -> None:
@@ -50,10 +53,13 @@ def test_the_often_quoted_cache_of_llama2_70b_is_that_of_a_model_without_grouped
     assert kv_token_bytes(grouped, BF16, Mapping(), UNQUANTIZED) * 4096 * 8 == quoted // 8
 
 
-def test_weights_are_the_parameters() -> None:
-    # 8,030,261,248 parameters, as Hugging Face counts Llama 3 8B.
-    model = find_shape("llama3-8b")[1]
-    assert rank_bytes(model, BF16, Mapping(), UNQUANTIZED) == 2 * 8_030_261_248
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # As Hugging Face counts them: a Qwen 2.5 with its biases, a Qwen 3 with the norms of its heads.
+    [("llama3-8b", 8_030_261_248), ("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360)],
+)
+def test_weights_are_the_parameters(name: str, parameters: int) -> None:
+    assert rank_bytes(find_shape(name)[1], BF16, Mapping(), UNQUANTIZED) == 2 * parameters
 
 
 def test_what_is_left_is_the_pool() -> None:

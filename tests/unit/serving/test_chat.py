@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.gateways import Triton, ask, end_fork_servers, saying, tokens_of, until, write_model
-from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
 
 # A gateway makes prompts in processes of its own.
@@ -85,10 +85,10 @@ def test_what_the_gateway_refuses_is_told_and_forgotten(folder: Path, tmp_path: 
             return str(caught.value)
 
         assert "TRTPIPE_API_KEY" in await refusal(conversation(client), UsageError)
-        assert "temperature" in await refusal(conversation(client, key="key", temperature=9), StageFailed)
-        assert "this model takes 60" in await refusal(conversation(client, key="key"), StageFailed)
+        assert "temperature" in await refusal(conversation(client, key="key", temperature=9), UsageError)
+        assert "this model takes 60" in await refusal(conversation(client, key="key"), UsageError)
         talk = conversation(client, key="key", max_tokens=1)
-        assert "this model takes 60" in await refusal(talk, StageFailed)
+        assert "this model takes 60" in await refusal(talk, UsageError)
         await asyncio.to_thread(list, talk.ask("y"))
         assert triton.asked[0].prompt == tokens_of(folder, "<s>[system]be brief[user]y")
 

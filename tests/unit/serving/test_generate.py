@@ -10,9 +10,9 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from trtpipe.engines.errors import HostError
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.sampling import SamplingParams
-from trtpipe.pipeline.serving.generate import stream
+from trtpipe.pipeline.serving.generate import _explain, stream
 
 
 class Client:
@@ -44,6 +44,19 @@ class Client:
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonclient.grpc, "InferenceServerClient", Client)
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "kind"),
+    [
+        ("5 prompt tokens and max_tokens 99999 exceed max_seq_len 2048", None, UsageError),
+        ("the engine process has ended", None, StageFailed),
+        ("something broke", None, StageFailed),
+        ("connection refused", "StatusCode.UNAVAILABLE", HostError),
+    ],
+)
+def test_a_request_that_is_refused_was_wrong(message: str, status: str | None, kind: type[TrtpipeError]) -> None:
+    assert type(_explain("host:1", InferenceServerException(message, status=status))) is kind
 
 
 def test_a_stream_that_has_ended_is_not_cancelled() -> None:

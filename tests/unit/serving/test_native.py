@@ -137,15 +137,17 @@ def test_a_start_that_fails_tells_the_first_reason(target: str, python: str, mon
         ({"front": "nativ"}, "unknown front 'nativ'; did you mean 'native'"),
         ({"openai": None}, "--no-openai is for the gateway"),
         ({"cors_origins": ("*",)}, "--cors-origin is for the gateway"),
-        ({"tls_cert": Path("cert.pem")}, "--tls-cert is for the gateway"),
+        ({"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}, "--tls-cert is for the gateway"),
+        ({"model_names": ("",)}, "--served-model-name is empty"),
+        ({"tls_cert": Path("cert.pem")}, "TLS needs a certificate and a key"),
         ({"model_names": ("meta/llama",)}, "a name of --served-model-name holds a /"),
     ],
 )
 def test_what_it_does_not_do_is_refused_before_it_starts(
     options: dict[str, object], words: str, target: str, python: str
 ) -> None:
-    chosen = LaunchOptions(**{"front": "native", "openai": 0, "engine_python": python, **options})  # type: ignore[arg-type]
-    with pytest.raises(TrtpipeError, match=words.replace("-", r"\-").replace("/", r"\/")):
+    with pytest.raises(TrtpipeError, match=words.replace("-", r"\-").replace("/", r"\/")):  # noqa: PT012
+        chosen = LaunchOptions(**{"front": "native", "openai": 0, "engine_python": python, **options})  # type: ignore[arg-type]
         serve.launch([(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print)
     assert not list((default_home() / "logs").glob("serve-*"))
     assert not (default_home() / "servers").exists()

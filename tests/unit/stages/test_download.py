@@ -24,7 +24,7 @@ from trtpipe.engines.errors import HostError, InputDataError, StageFailed, Trtpi
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.files import DiskFull
 from trtpipe.engines.hf import gguf_worker as gguf_import
-from trtpipe.engines.hf.folder import NotALlama, read_model_config
+from trtpipe.engines.hf.folder import UnknownModel, read_model_config
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import Progress
 from trtpipe.pipeline.runner import execute
@@ -139,13 +139,13 @@ def test_pickles_are_refused(folder: Path, out: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "is not a Hugging Face model folder: it has no config.json"),
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["BertModel"]}'),
-            "describes a BertModel: trtpipe converts dense Llama-family models",
+            "describes a BertModel: trtpipe reads no model of this architecture",
         ),
     ],
 )
 def test_not_a_llama(folder: Path, out: Path, change: Any, line: str) -> None:
     change(folder)
-    assert line in refusal(FolderSource(path=str(folder)), out, NotALlama, 3)
+    assert line in refusal(FolderSource(path=str(folder)), out, UnknownModel, 3)
     assert names(out) == []
 
 
@@ -171,7 +171,7 @@ def test_a_folder_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model_is_named_before_it_is_hashed(tmp_path: Path) -> None:
-    with pytest.raises(NotALlama):
+    with pytest.raises(UnknownModel):
         DOWNLOAD.sources(FolderSource(path=str(tmp_path)), Digests(tmp_path / "digests.json"))
 
 
@@ -395,13 +395,17 @@ def test_a_repository_is_pinned_and_its_commit_recorded(server: Hub, folder: Pat
 def test_a_repository_of_another_kind(server: Hub, folder: Path, out: Path) -> None:
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     server.add("acme/bert", {**content, "config.json": b'{"architectures": ["BertModel"]}'})
-    assert "describes a BertModel" in refusal(HubSource(repo_id="acme/bert"), out, NotALlama, 3)
+    assert "describes a BertModel" in refusal(HubSource(repo_id="acme/bert"), out, UnknownModel, 3)
     assert names(out) == []
 
 
 def built(model: str, tmp_path: Path, *assignments: str, until: str = "download", **options: Any) -> None:
     spec = resolve(
-        [("option", {"model": model, "gpu": "cpu", "dtype": "fp32", **options}), set_layer([*SIZES, *assignments])]
+        [
+            ("option", {"model": model, "gpu": "cpu", "dtype": "fp32", **options}),
+            set_layer(SIZES),
+            set_layer(list(assignments)),
+        ]
     )
     execute(spec, Store(tmp_path / "home"), Recorder(), until=until)
 
@@ -410,7 +414,7 @@ def built(model: str, tmp_path: Path, *assignments: str, until: str = "download"
 @pytest.mark.parametrize(
     ("config", "options", "line"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "describes a Qwen2ForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, {}, "describes a GemmaForCausalLM"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             {},

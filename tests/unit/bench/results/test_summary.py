@@ -60,7 +60,7 @@ def test_notes_of_a_run_name_what_limits_its_figures() -> None:
         endpoints=[{"protocol": "http", "transport": "tritonclient", "measured_error": off}],
     )
     assert list(notes(whole)) == [
-        "interrupted: what is not in the table was not measured",
+        "what is not in the table was not measured",
         "no metrics could be read from http://h:8002/metrics: Connection refused",
         "INVALID: grpc, 1 in flight: the event loop was late: by 31.0 ms at the 99th percentile; offer less",
         "http through tritonclient: here, with 4 in flight, TTFT comes out 1.2 ms (p50) and 3.5 ms (p99) too long",

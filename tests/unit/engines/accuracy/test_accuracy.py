@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.support.random_models import random_model
 from trtpipe.configs import facts
 from trtpipe.engines.accuracy import job, worker
 from trtpipe.engines.accuracy.distributions import Distributions
@@ -60,22 +61,13 @@ def imported() -> None:
         import modelopt.torch.quantization  # noqa: F401
 
 
-def save_llama(folder: Path, *, dtype: torch.dtype, **changes: Any) -> Any:
-    """Write a random Llama in `dtype` and return it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
+def save_model(folder: Path, *, dtype: torch.dtype, **changes: Any) -> Any:
+    """Write a random model in `dtype`, a Llama unless `changes` name another family, and return it."""
     sizes = {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.08,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # transformers starts biases at 0 and norms at 1, which would hide a lost one.
-            if name.endswith("bias") or "norm" in name:
-                parameter += 0.3 * torch.randn_like(parameter)
+    model = random_model(**{**sizes, **changes})
     model.to(dtype).save_pretrained(folder)
     return model
 
@@ -83,7 +75,7 @@ def save_llama(folder: Path, *, dtype: torch.dtype, **changes: Any) -> Any:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder, dtype=torch.bfloat16)
+    save_model(folder, dtype=torch.bfloat16)
     return folder
 
 
@@ -148,8 +140,13 @@ def damaged(folder: Path, out: Path, name: str, change: Callable[[torch.Tensor],
 # What is measured.
 
 
-def test_likelihood_is_transformers(tmp_path: Path, compare: Compare) -> None:
-    model = save_llama(tmp_path / "hf", dtype=torch.float32, attention_bias=True)
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention_bias": True}, {"family": "qwen2"}, {"family": "qwen3", "head_dim": 64}],
+    ids=["llama", "qwen2", "qwen3"],
+)
+def test_likelihood_is_transformers(tmp_path: Path, compare: Compare, changes: dict[str, Any]) -> None:
+    model = save_model(tmp_path / "hf", dtype=torch.float32, **changes)
     ids = torch.from_numpy(ROWS).long()
     with torch.no_grad():
         logits = model(ids).logits[:, :-1].reshape(-1, VOCAB)
@@ -184,7 +181,7 @@ def test_a_conversion_changes_nothing(
 
 
 def test_plain_folders_and_float32_originals(llama: Path, tmp_path: Path, compare: Compare) -> None:
-    save_llama(tmp_path / "exact", dtype=torch.float32)
+    save_model(tmp_path / "exact", dtype=torch.float32)
     found = compare(tmp_path / "exact", llama)
     assert (found.original_dtype, found.quantized_dtype) == ("float32", "bfloat16")
     assert 0 < found.mean_kl < 1e-3
@@ -316,7 +313,7 @@ def test_a_comparison_in_a_child_process_leaves_no_files(llama: Path, tmp_path: 
 def test_models_that_do_not_belong_together(
     llama: Path, tmp_path: Path, compare: Compare, changes: dict[str, int], told: str
 ) -> None:
-    save_llama(tmp_path / "other", dtype=torch.bfloat16, **changes)
+    save_model(tmp_path / "other", dtype=torch.bfloat16, **changes)
     with pytest.raises(InputDataError, match=told):
         compare(llama, tmp_path / "other")
 

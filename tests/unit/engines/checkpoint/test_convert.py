@@ -17,7 +17,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.factories import cast_by_torch, hf_folder, read_tensors, write_safetensors
+from tests.support.factories import MIXTRAL, QWEN2, QWEN3, cast_by_torch, hf_folder, read_tensors, write_safetensors
 from tests.support.strategies import models
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint import convert as module
@@ -32,11 +32,11 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def converted(
-    source: Path, out: Path, *, tp: int = 1, pp: int = 1, dtype: DataType | None = None, **options: Any
+    source: Path, out: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, dtype: DataType | None = None, **options: Any
 ) -> list[Tensors]:
     """The tensors of every rank, as raw bits."""
     out.mkdir()
-    mapping = Mapping(tp_size=tp, pp_size=pp)
+    mapping = Mapping(tp_size=tp, pp_size=pp, moe_ep_size=ep)
     assert convert(source, out, dtype=dtype, mapping=mapping, **options).path == out
     assert sorted(path.name for path in out.iterdir()) == sorted(
         ["config.json", *(f"rank{rank}.safetensors" for rank in range(tp * pp))]
@@ -51,7 +51,7 @@ def refusal(source: Path, out: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int) -> Tensors:
+def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int, ep: int = 1) -> Tensors:
     """The HF tensors out of all rank files. Written against the format's description, not with our planner."""
     model = read_model_config(source)
     d, n, k = model.head_size, model.num_attention_heads, model.num_key_value_heads
@@ -90,13 +90,50 @@ def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int) -> Tens
             out[f"{theirs}self_attn.o_proj.weight"] = np.concatenate(
                 [rank[ours + "attention.dense.weight"] for rank in group], axis=1
             )
-            if model.attn_bias:
+            for name in ("q", "k") if model.architecture.startswith("Qwen3") else ():
+                norms = [rank[f"{ours}attention.{name}_layernorm.weight"] for rank in group]
+                assert all(np.array_equal(norm, norms[0]) for norm in norms)
+                out[f"{theirs}self_attn.{name}_norm.weight"] = norms[0]
+            if model.attn_bias and model.architecture != "Qwen2ForCausalLM":
                 biases = [rank[ours + "attention.dense.bias"] for rank in group]
                 assert all(np.array_equal(bias, biases[0]) for bias in biases)
                 out[f"{theirs}self_attn.o_proj.bias"] = biases[0]
+            if model.experts is not None:
+                parts_of = [{name: rank[f"{ours}mlp.{name}.weight"] for name in MOE} for rank in group]
+                out |= experts(parts_of, theirs, EXPERTS[model.architecture], ep)
+                continue
             for a, b, axis in (("fc", "gate_proj", 0), ("gate", "up_proj", 0), ("proj", "down_proj", 1)):
                 parts = [rank[f"{ours}mlp.{a}.weight"] for rank in group]
                 out[f"{theirs}mlp.{b}.weight"] = np.concatenate(parts, axis=axis)
+    return out
+
+
+MOE = ("fc", "proj", "router")
+# Names of the router, of an expert, and of its linears: gate, up, down.
+EXPERTS = {
+    "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.experts.", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def experts(ranks: list[Tensors], theirs: str, names: tuple[str, str, tuple[str, str, str]], ep: int) -> Tensors:
+    """The HF tensors of a layer's experts: rank r holds block r % ep of them, and part r // ep of each's features."""
+    out: Tensors = {}
+    router = ranks[0]["router"]
+    assert all(rank["router"].dtype == np.uint32 and np.array_equal(rank["router"], router) for rank in ranks)
+    # Widened bfloat16: its lower half is empty.
+    assert not (router & 0xFFFF).any()
+    gate, place, linears = names
+    out[f"{theirs}{gate}.weight"] = (router >> 16).astype(np.uint16)
+    held = len(router) // ep
+    for number in range(len(router)):
+        own = ranks[number // held :: ep]
+        fc, proj = ([rank[name][number % held] for rank in own] for name in ("fc", "proj"))
+        half = len(fc[0]) // 2
+        activated, up, down = (f"{theirs}{place}{number}.{linear}.weight" for linear in linears)
+        out[up] = np.concatenate([part[:half] for part in fc])
+        out[activated] = np.concatenate([part[half:] for part in fc])
+        out[down] = np.concatenate(proj, axis=1)
     return out
 
 
@@ -108,13 +145,14 @@ def hf_tensors(folder: Path) -> Tensors:
 
 
 @given(case=models(), shards=st.sampled_from([1, 3]), block=st.sampled_from([1, 64, 1 << 24]))
-def test_all_ranks_together_are_the_source(case: tuple[dict[str, Any], int, int], shards: int, block: int) -> None:
-    overrides, tp, pp = case
+def test_all_ranks_together_are_the_source(case: tuple[dict[str, Any], Mapping], shards: int, block: int) -> None:
+    overrides, mapping = case
+    sizes = {"tp": mapping.tp_size, "pp": mapping.pp_size, "ep": mapping.moe_ep_size}
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_BYTES", block)
         source = hf_folder(Path(scratch, "hf"), shards=shards, tokenizer=False, **overrides)
-        ranks = converted(source, Path(scratch, "out"), tp=tp, pp=pp, dtype=DataType.BFLOAT16)
-        found, wanted = reassembled(ranks, source, tp=tp, pp=pp), hf_tensors(source)
+        ranks = converted(source, Path(scratch, "out"), **sizes, dtype=DataType.BFLOAT16)
+        found, wanted = reassembled(ranks, source, **sizes), hf_tensors(source)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
 
@@ -176,6 +214,113 @@ def test_config_json_of_the_tiny_model(tmp_path: Path) -> None:
     )
 
 
+def test_config_json_of_a_mixtral(tmp_path: Path) -> None:
+    """As TensorRT-LLM 1.2's converter writes it: the values that a Llama's does not have."""
+    converted(hf_folder(tmp_path / "hf", **MIXTRAL), tmp_path / "out", tp=4, ep=2)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architecture"], config["hidden_act"], config["intermediate_size"]) == (
+        "MixtralForCausalLM", "swiglu", 48,
+    )  # fmt: skip
+    assert config["moe"] == {
+        "num_experts": 4, "top_k": 2, "normalization_mode": 1, "sparse_mixer_epsilon": 0.01, "tp_mode": 0,
+        "shared_expert_intermediate_size": 0, "device_limited_n_group": 0, "device_limited_topk_group": 0,
+        "device_limited_routed_scaling_factor": 1.0,
+    }  # fmt: skip
+    assert {key: config["mapping"][key] for key in ("tp_size", "moe_tp_size", "moe_ep_size")} == {
+        "tp_size": 4, "moe_tp_size": 2, "moe_ep_size": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 exceeds num_local_experts 4"),
+        ({"num_local_experts": "4"}, "num_local_experts is '4', not a positive whole number"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is None, not a positive whole number"),
+    ],
+)
+def test_a_mixtral_without_sound_experts_is_refused(tmp_path: Path, changed: dict[str, Any], line: str) -> None:
+    source = hf_folder(tmp_path / "hf", **MIXTRAL)
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    assert refusal(source, tmp_path / "out") == f"{path}: {line}"
+
+
+def test_damaged_experts_are_named(tmp_path: Path) -> None:
+    stem = "model.layers.1.block_sparse_moe."
+    source = hf_folder(tmp_path / "hf", **MIXTRAL)
+    sound = read_tensors(source / "model.safetensors")
+    for change, line in (
+        ({f"{stem}experts.3.w2.weight": None}, f"tensor '{stem}experts.3.w2.weight' is missing from {source}"),
+        ({f"{stem}experts.0.w1.weight": np.zeros((32, 48), np.uint16)}, "has shape [32, 48]"),
+        ({f"{stem}experts.4.w1.weight": np.zeros((48, 32), np.uint16)}, "has no place in a MixtralForCausalLM"),
+        ({f"{stem}gate.weight": np.zeros((8, 32), np.uint16)}, "has shape [8, 32]"),
+    ):
+        tensors = {name: array for name, array in {**sound, **change}.items() if array is not None}
+        write_safetensors(source / "model.safetensors", tensors, "BF16")
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        assert line in refusal(source, out)
+        assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("qwen", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_config_json_of_a_qwen_has_every_key_of_its_converter(tmp_path: Path, qwen: dict[str, Any]) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}
+    source = hf_folder(tmp_path / "hf", **qwen, rope_scaling=yarn, rope_theta=1000000.0, vocab_size=301)
+    converted(source, tmp_path / "out", tp=2)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found.pop("mapping")["moe_tp_size"] == 2
+    assert found.pop("quantization")["quant_algo"] is None
+    size = 8 if qwen is QWEN2 else 16
+    assert found == {
+        "architecture": qwen["architectures"][0],
+        "dtype": "bfloat16",
+        "logits_dtype": "float32",
+        "vocab_size": 301,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_size": size,
+        "hidden_act": "silu",
+        "norm_epsilon": 1e-6,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": 256,
+        "rotary_base": 1000000.0,
+        "rotary_scaling": {**yarn, "rope_type": "yarn"},
+        "rotary_embedding_dim": size,
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "tie_word_embeddings": False,
+        # False although there are such norms: qwen_type alone says so.
+        "qk_layernorm": False,
+        "attn_bias": qwen is QWEN2,
+        "mlp_bias": False,
+        "qwen_type": qwen["model_type"],
+        "seq_length": 8192,
+        "use_logn_attn": False,
+        "num_labels": 1,
+        "moe": {
+            "num_experts": 0,
+            "shared_expert_intermediate_size": 0,
+            "top_k": 0,
+            "normalization_mode": 0,
+            "sparse_mixer_epsilon": 0.01,
+            "tp_mode": 0,
+            "device_limited_n_group": 0,
+            "device_limited_topk_group": 0,
+            "device_limited_routed_scaling_factor": 1.0,
+        },
+        "moe_intermediate_size": 0,
+        "moe_shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "disable_weight_only_quant_plugin": False,
+        "runtime_defaults": None,
+    }
+
+
 def test_a_tied_head_is_written_as_a_copy_of_the_embedding(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
     (rank,) = converted(source, tmp_path / "out")
@@ -184,13 +329,15 @@ def test_a_tied_head_is_written_as_a_copy_of_the_embedding(tmp_path: Path) -> No
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_a_tied_model_may_carry_its_head_besides(tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
+@pytest.mark.parametrize("family", [{}, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+def test_a_tied_models_head_is_its_embedding_also_on_the_last_stage(tmp_path: Path, family: dict[str, Any]) -> None:
+    source = hf_folder(tmp_path / "hf", **family, tie_word_embeddings=True)
     tensors = hf_tensors(source)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    # A head besides, as some folders have it, is read by nobody.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_safetensors(source / "model.safetensors", tensors, "BF16")
-    (rank,) = converted(source, tmp_path / "out")
-    assert np.array_equal(rank["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    _, last = converted(source, tmp_path / "out", pp=2)
+    assert np.array_equal(last["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
 def test_sharded_input_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -339,7 +486,7 @@ def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
 def test_an_unexpected_tensor_is_named_with_its_file(tmp_path: Path, name: str) -> None:
     source = rewritten(hf_folder(tmp_path / "hf"), lambda t: t.update({name: np.zeros(32, dtype=np.uint16)}))
     assert refusal(source, tmp_path / "out") == (
-        f"tensor '{name}' in {source / 'model.safetensors'} has no place in a dense Llama: "
+        f"tensor '{name}' in {source / 'model.safetensors'} has no place in a LlamaForCausalLM: "
         "converting without it would change the model"
     )
 

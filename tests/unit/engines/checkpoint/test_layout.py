@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,18 @@ from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, source_shape
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Experts, ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # 4 heads of 8 over 2 key/value heads; a vocabulary of 11 that no tp divides.
 MODEL = dataclasses.replace(factories.MODEL, vocab_size=11, num_hidden_layers=3)
+
+
+# Six experts of 8 features, of which a token takes two.
+MIXTRAL = dataclasses.replace(
+    MODEL, architecture="MixtralForCausalLM", intermediate_size=8,
+    experts=Experts(count=6, top_k=2, normalize=True, intermediate_size=8),
+)  # fmt: skip
 
 
 def model(**overrides: Any) -> ModelConfig:
@@ -27,6 +35,8 @@ def model(**overrides: Any) -> ModelConfig:
 
 
 Plans = list[TensorPlan]
+# Rows of heads of 16, of which rank 2 of 4 has the second.
+KV_OF_RANK_2 = (("k", (16, 32)), ("v", (16, 32)))
 
 
 def plan(source: ModelConfig, tp: int = 1, pp: int = 1, *, tp_rank: int = 0, pp_rank: int = 0, **options: Any) -> Plans:
@@ -107,6 +117,35 @@ def test_biases_of_attention() -> None:
     # Row-parallel: whole on every rank.
     dense = named(plans, "transformer.layers.0.attention.dense.bias")
     assert (dense.shape, dense.pieces) == ((32,), (Piece(attn + "o_proj.bias", (0, 32)),))
+
+
+def test_a_qwen_has_biases_of_q_k_and_v_or_norms_of_heads() -> None:
+    ours, attn = "transformer.layers.0.attention.", "model.layers.0.self_attn."
+
+    def attention(architecture: str, **changes: Any) -> Plans:
+        # Four ranks of two key/value heads: heads 0 and 1 are on two ranks each.
+        plans = plan(model(architecture=architecture, **changes), tp=4, tp_rank=2)
+        return [tensor for tensor in plans if tensor.name.startswith(ours)]
+
+    weights = [
+        TensorPlan(
+            ours + "qkv.weight",
+            (48, 32),
+            tuple(Piece(f"{attn}{name}_proj.weight", rows) for name, rows in (("q", (32, 48)), *KV_OF_RANK_2)),
+        ),
+        TensorPlan(ours + "dense.weight", (32, 16), (Piece(attn + "o_proj.weight", (0, 32), (32, 48)),)),
+    ]
+    bias = TensorPlan(
+        ours + "qkv.bias",
+        (48,),
+        tuple(Piece(f"{attn}{name}_proj.bias", rows) for name, rows in (("q", (32, 48)), *KV_OF_RANK_2)),
+    )
+    assert attention("Qwen2ForCausalLM", attn_bias=True, head_size=16) == [weights[0], bias, weights[1]]
+    norms = [
+        TensorPlan(f"{ours}{name}_layernorm.weight", (16,), (Piece(f"{attn}{name}_norm.weight", (0, 16)),))
+        for name in ("q", "k")
+    ]
+    assert attention("Qwen3ForCausalLM", head_size=16) == [*weights, *norms]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +243,57 @@ def test_impossible_mappings(overrides: dict[str, Any], tp: int, pp: int, line: 
     assert line in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("experts", "mapping", "line"),
+    [
+        (8, {"tp_size": 4, "moe_ep_size": 4}, ""),
+        (
+            6,
+            {"tp_size": 4, "moe_ep_size": 4},
+            "moe_ep_size 4 does not divide the 6 experts; --moe-ep values that fit: 1, 2",
+        ),
+        (0, {"tp_size": 2, "moe_ep_size": 2}, "moe_ep_size 2 is for a model with experts, and this one has none"),
+        (8, {"tp_size": 4}, "moe_tp_size 4 does not divide intermediate_size of an expert 6"),
+        (8, {"tp_size": 4, "moe_ep_size": 2}, ""),
+    ],
+)
+def test_mappings_of_experts(experts: int, mapping: dict[str, int], line: str) -> None:
+    facts = Experts(count=experts, top_k=2, normalize=True, intermediate_size=6) if experts else None
+    with contextlib.nullcontext() if not line else pytest.raises(UsageError) as error:
+        check_mapping(model(experts=facts), Mapping(**mapping))
+    assert error is None or str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ep"), [((4, None, None), 1), ((4, 2, None), 2), ((4, None, 4), 4), ((4, 1, 4), 4), ((1, 1, 1), 1)]
+)
+def test_sizes_of_experts_parallelism(asked: tuple[int, int | None, int | None], ep: int) -> None:
+    tp, moe_tp, moe_ep = asked
+    mapping = Mapping.of(tp, 1, moe_tp, moe_ep)
+    assert (mapping.moe_ep_size, mapping.moe_tp_size) == (ep, tp // ep)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ((4, 2, 4), "moe_tp_size 2 times moe_ep_size 4 does not make tp_size 4"),
+        ((4, 3, None), "moe_tp_size 3 does not make tp_size 4"),
+        ((4, None, 3), "moe_ep_size 3 does not divide tp_size 4"),
+        ((4, 0, None), "moe_tp_size 0 does not make tp_size 4"),
+    ],
+)
+def test_sizes_whose_product_is_another(asked: tuple[int, int | None, int | None], line: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Mapping.of(asked[0], 1, *asked[1:])
+    assert str(error.value).startswith(line)
+
+
+def test_ranks_that_hold_an_expert() -> None:
+    # (moe_tp_rank, moe_ep_rank) of ranks 0 to 3: the expert's index varies fastest.
+    mapping = Mapping(tp_size=4, moe_ep_size=2)
+    assert [mapping.moe_ranks(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 3), (4, 3)])
 def test_possible_mappings(tp: int, pp: int) -> None:
     check_mapping(model(), Mapping(tp_size=tp, pp_size=pp))
@@ -237,6 +327,24 @@ def test_what_the_source_must_hold() -> None:
     assert "lm_head.weight" not in source_shapes(model(tie_word_embeddings=True))
 
 
+def test_experts_of_rank_2_at_tp_4_in_two_groups() -> None:
+    mapping = Mapping(tp_size=4, moe_ep_size=2)
+    plans = [one for one in plan_rank(MIXTRAL, mapping, tp_rank=2, pp_rank=0) if ".0.mlp." in one.name]
+    ours, theirs = "transformer.layers.0.mlp.", "model.layers.0.block_sparse_moe."
+    # The first three experts, and of each the second half: up before gate.
+    assert plans == [
+        TensorPlan(
+            f"{ours}fc.weight", (3, 8, 32),
+            tuple(Piece(f"{theirs}experts.{e}.{w}.weight", (4, 8)) for e in (0, 1, 2) for w in ("w3", "w1")),
+        ),
+        TensorPlan(
+            f"{ours}proj.weight", (3, 32, 4),
+            tuple(Piece(f"{theirs}experts.{e}.w2.weight", (0, 32), (4, 8)) for e in (0, 1, 2)),
+        ),
+        TensorPlan(f"{ours}router.weight", (6, 32), (Piece(f"{theirs}gate.weight", (0, 6)),), dtype="F32"),
+    ]  # fmt: skip
+
+
 # --- config.json ---
 
 RAW = config_json(MODEL, DataType.BFLOAT16, Mapping(tp_size=2))
@@ -266,6 +374,51 @@ def test_what_is_written_is_read_back() -> None:
     )
 
 
+def test_experts_are_read_back() -> None:
+    mapping = Mapping(tp_size=4, moe_ep_size=2)
+    raw = config_json(MIXTRAL, DataType.BFLOAT16, mapping)
+    read = parse_config(raw, "config.json")
+    assert (read.experts, read.mapping) == (MIXTRAL.experts, mapping)
+    # ModelOpt writes three keys of a mapping, and three of the experts.
+    short = {key: raw["moe"][key] for key in ("num_experts", "top_k", "normalization_mode")}
+    sizes = {"world_size": 4, "tp_size": 4, "pp_size": 1}
+    assert parse_config({**raw, "moe": short, "mapping": sizes}, "config.json").mapping == Mapping(tp_size=4)
+    # Older loaders know the two keys, and no others of a newer one.
+    assert config_json(MIXTRAL, DataType.BFLOAT16, mapping, toolchain="0.21.0")["mapping"] == {
+        **sizes, "moe_tp_size": 2, "moe_ep_size": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "changed", "line"),
+    [
+        ("moe", {"num_experts": 0}, "num_experts is 0, not a positive number"),
+        ("moe", {"top_k": 7}, "top_k 7 exceeds num_experts 6"),
+        ("moe", {"normalization_mode": 2}, "normalization_mode is 2: 0 and 1 are read here"),
+        ("mapping", {"moe_ep_size": 4}, "moe_tp_size 2 times moe_ep_size 4 does not make tp_size 4"),
+        ("mapping", {"moe_tp_size": 3, "moe_ep_size": -1}, "moe_tp_size 3 does not make tp_size 4"),
+    ],
+)
+def test_experts_that_are_not_sound(place: str, changed: dict[str, int], line: str) -> None:
+    raw = config_json(MIXTRAL, DataType.BFLOAT16, Mapping(tp_size=4, moe_ep_size=2))
+    with pytest.raises(CheckpointError) as error:
+        parse_config({**raw, place: {**raw[place], **changed}}, "config.json")
+    assert str(error.value).startswith(f"config.json: {line}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"moe": None}, "config.json lacks moe"),
+        ({"hidden_act": "silu"}, "config.json: hidden_act is 'silu', that of experts is swiglu"),
+    ],
+)
+def test_a_mixtral_without_experts(changed: dict[str, Any], line: str) -> None:
+    raw = config_json(MIXTRAL, DataType.BFLOAT16, Mapping())
+    with pytest.raises(CheckpointError, match=line):
+        parse_config({**raw, **changed}, "config.json")
+
+
 def test_absent_keys_have_the_loaders_defaults() -> None:
     needed = ("architecture", "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
               "num_attention_heads", "max_position_embeddings", "position_embedding_type")  # fmt: skip
@@ -287,7 +440,7 @@ def test_keys_of_other_producers_are_no_trouble() -> None:
         ({"dtype": None}, "lacks dtype"),
         ({"position_embedding_type": None}, "lacks position_embedding_type"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is not rope_gpt_neox"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', Llama's is silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not silu"),
         ({"dtype": "float8"}, "dtype 'float8' is none of bfloat16, float16, float32"),
         ({"dtype": 16}, "dtype is 16, not a string"),
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.factories import hf_folder, read_tensors
+from tests.support.factories import MIXTRAL, hf_folder, read_tensors
 from tests.support.strategies import models
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError
@@ -27,10 +27,10 @@ from trtpipe.engines.model_config import EmbeddingSharding
 
 
 def checkpoint(
-    source: Path, out: Path, *, tp: int = 1, pp: int = 1, dtype: DataType | None = None, **rest: Any
+    source: Path, out: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, dtype: DataType | None = None, **rest: Any
 ) -> Path:
     out.mkdir()
-    convert(source, out, dtype=dtype, mapping=Mapping(tp_size=tp, pp_size=pp), **rest)
+    convert(source, out, dtype=dtype, mapping=Mapping(tp_size=tp, pp_size=pp, moe_ep_size=ep), **rest)
     return out
 
 
@@ -46,15 +46,17 @@ def change(path: Path, tensor: str, element: int = 0) -> None:
 
 @given(case=models(), tied=st.booleans(), embedding=st.sampled_from(EmbeddingSharding))
 def test_a_restored_checkpoint_equals_its_source(
-    case: tuple[dict[str, Any], int, int], tied: bool, embedding: EmbeddingSharding
+    case: tuple[dict[str, Any], Mapping], tied: bool, embedding: EmbeddingSharding
 ) -> None:
-    overrides, tp, pp = case
+    overrides, mapping = case
     if embedding is EmbeddingSharding.HIDDEN:
-        overrides["hidden_size"] *= tp
+        overrides["hidden_size"] *= mapping.tp_size
     with tempfile.TemporaryDirectory() as scratch:
         source = hf_folder(Path(scratch, "hf"), tokenizer=False, tie_word_embeddings=tied, **overrides)
-        check_mapping(read_model_config(source), Mapping(tp_size=tp, pp_size=pp), embedding)
-        made = checkpoint(source, Path(scratch, "out"), tp=tp, pp=pp, embedding=embedding)
+        check_mapping(read_model_config(source), mapping, embedding)
+        made = Path(scratch, "out")
+        made.mkdir()
+        convert(source, made, dtype=None, mapping=mapping, embedding=embedding)
         told: list[tuple[int, int]] = []
         assert differences(made, source, lambda done, total: told.append((done, total))) == []
         assert told[0][0] < told[-1][0] == told[-1][1]
@@ -70,6 +72,31 @@ def test_a_restored_checkpoint_equals_its_source(
 def test_a_cast_checkpoint_equals_its_source_after_the_same_cast(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", dtype="F32", shards=3)
     assert differences(checkpoint(source, tmp_path / "out", tp=2, dtype=DataType.BFLOAT16), source) == []
+
+
+def test_a_router_is_restored_as_wide_as_it_must_be(tmp_path: Path) -> None:
+    # Ranks hold it in float32: what began as bfloat16 is that again, what began wider is not rounded.
+    for dtype, stored in (("BF16", "BF16"), ("F32", "F32")):
+        source, back = hf_folder(tmp_path / dtype, dtype=dtype, **MIXTRAL), tmp_path / f"{dtype}-back"
+        made = checkpoint(source, tmp_path / f"{dtype}-out", tp=2, ep=2, dtype=DataType.BFLOAT16)
+        back.mkdir()
+        restore(made, back)
+        tensors = read_header(back / "model.safetensors").tensors
+        assert tensors["model.layers.1.block_sparse_moe.gate.weight"].dtype == stored
+        assert tensors["model.layers.1.block_sparse_moe.experts.3.w1.weight"].dtype == "BF16"
+
+
+def test_swapped_experts_are_found(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", **MIXTRAL)
+    made = checkpoint(source, tmp_path / "out", tp=2, ep=2)
+    first, second = rank_file(made, 0), rank_file(made, 1)
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+    assert (
+        "tensor 'transformer.layers.0.mlp.fc.weight' in rank0.safetensors: differs from "
+        "'model.layers.0.block_sparse_moe.experts.0.w3.weight' of the source"
+    ) in differences(made, source)
 
 
 def test_one_bit_is_found_and_named(tmp_path: Path) -> None:

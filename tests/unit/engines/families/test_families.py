@@ -21,10 +21,11 @@ from trtpipe.engines.checkpoint.config import CheckpointError, read_config
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.restore import differences, restore
 from trtpipe.engines.hf.export import export
-from trtpipe.engines.hf.folder import NotALlama, read_model_config
+from trtpipe.engines.hf.folder import UnknownModel, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
+from trtpipe.engines.reference.mlp import GatedMlp
 from trtpipe.engines.reference.weights import WeightSource
 
 MODULE = """
@@ -97,14 +98,22 @@ def first_layer(source: WeightSource) -> torch.Tensor:
     """Output of a layer's linears, each fed with the one before as far as shapes allow."""
     (shard,) = source.layer(0)
     x = torch.linspace(-1, 1, 128).to(source.embedding()[0].dtype).unsqueeze(0)
-    gate, up = shard.branches(x * shard.post_norm)
-    return torch.cat([shard.qkv(x * shard.input_norm), shard.dense(x), shard.proj(gate * up)], dim=-1)
+    assert isinstance(shard.mlp, GatedMlp)
+    gate, up = shard.mlp.branches(x * shard.post_norm)
+    return torch.cat([shard.qkv(x * shard.input_norm), shard.dense(x), shard.mlp.proj(gate * up)], dim=-1)
 
 
 def test_it_is_unknown_without_the_module(tmp_path: Path) -> None:
-    with pytest.raises(NotALlama, match="describes a YakForCausalLM"):
+    with pytest.raises(UnknownModel, match="describes a YakForCausalLM"):
         read_model_config(hf_folder(tmp_path, architectures=["YakForCausalLM"]))
-    assert sorted(families.families()) == ["LlamaForCausalLM", "MistralForCausalLM"]
+    assert sorted(families.families()) == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ]
 
 
 def test_it_is_converted_compared_and_restored(tmp_path: Path, folders: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.factories import CONFIG, MODEL, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import NotALlama, locate_tensors, read_model_config, require_tokenizer
+from trtpipe.engines.hf.folder import UnknownModel, locate_tensors, read_model_config, require_tokenizer
 from trtpipe.engines.hf.safetensors_file import SafetensorsError
 from trtpipe.engines.model_config import ModelConfig
 
@@ -134,7 +134,7 @@ def test_scaling_is_kept_as_it_stands(folder: Path) -> None:
         ({"rope_parameters": []}, "rope_parameters is not an object"),
         ({"rope_theta": "big"}, "rope_theta is 'big', not a positive number"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: TensorRT-LLM's Llama rotates whole heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: TensorRT-LLM's models of this kind rotate"),
         ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
 )  # fmt: skip
@@ -158,7 +158,7 @@ def test_rotary_settings_in_doubt_are_refused(folder: Path, overrides: dict[str,
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"attention_bias": "no"}, "attention_bias is 'no', not true or false"),
         ({"torch_dtype": "float8"}, "dtype 'float8' is none of bfloat16, float16, float32"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': TensorRT-LLM's Llama computes silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': a LlamaForCausalLM of TensorRT-LLM computes silu"),
         ({"quantization_config": {"quant_method": "awq"}}, "describes an already quantized model"),
     ],
 )
@@ -171,7 +171,7 @@ def test_values_that_cannot_be_are_refused(folder: Path, overrides: dict[str, An
 @pytest.mark.parametrize(
     ("architectures", "line"),
     [
-        (["BertModel"], "describes a BertModel: trtpipe converts dense Llama-family models"),
+        (["BertModel"], "describes a BertModel: trtpipe reads no model of this architecture; known: L"),
         (["LLamaForCausalLM"], "did you mean 'LlamaForCausalLM'?"),
         ([], "names no architecture"),
         (None, "names no architecture"),
@@ -180,14 +180,14 @@ def test_values_that_cannot_be_are_refused(folder: Path, overrides: dict[str, An
     ],
 )
 def test_not_a_llama(folder: Path, architectures: object, line: str) -> None:
-    with pytest.raises(NotALlama) as error:
+    with pytest.raises(UnknownModel) as error:
         config(folder, architectures=architectures)
     assert line in refused(error)
 
 
 def test_no_config(folder: Path) -> None:
     for why in ("there is no such folder", "it has no config.json"):
-        with pytest.raises(NotALlama) as error:
+        with pytest.raises(UnknownModel) as error:
             read_model_config(folder)
         assert refused(error).startswith(f"{folder} is not a Hugging Face model folder: {why}; ")
         folder.mkdir(exist_ok=True)

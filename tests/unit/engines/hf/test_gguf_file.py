@@ -58,7 +58,7 @@ def test_a_library_s_file_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general.architecture": "gemma"}, "FILE describes a gemma: trtpipe converts dense Llama-family models"),
+        ({"general.architecture": "gemma"}, "FILE describes a gemma: GGUF files of Llama and Mistral alone are read"),
         ({"llama.block_count": 3}, "tensor 'blk.2.attn_norm.weight' is missing from FILE: llama.block_count is 3"),
         (
             {"llama.block_count": 2_000_000},

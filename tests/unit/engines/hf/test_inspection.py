@@ -38,20 +38,22 @@ def quantized(source: Path, out: Path, quantization: Quantization, form: str = "
     """`source` as the worker quantizes it, in this process and with scales that no calibration has found."""
     import torch
 
-    from trtpipe.engines.families import family_of
+    from trtpipe.engines.families import names_of
     from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.quantize.scales import LayerScales, LinearScales, save_scales
     from trtpipe.engines.quantize.worker import work
 
     def found() -> LayerScales:
-        widths = {name: model.intermediate_size if name == names.down else model.hidden_size for name in names.linears}
+        ffn = model.experts.intermediate_size if model.experts else model.intermediate_size
+        own = {names.o: model.num_attention_heads * model.head_size, **{down: ffn for _, _, down in names.mlps}}
+        widths = {name: own.get(name, model.hidden_size) for name in names.linears}
         linears = {
             name: LinearScales(input_amax=torch.ones(()), smooth=torch.ones(width)) for name, width in widths.items()
         }
         return LayerScales(linears=linears, k_amax=torch.ones(()), v_amax=torch.ones(()))
 
     model = read_model_config(source)
-    names = family_of(model).names
+    names = names_of(model)
     scales = out.with_suffix(".scales")
     save_scales((found() for _ in range(model.num_hidden_layers)), scales, quantization, names)
     out.mkdir()

@@ -16,7 +16,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import Stored, read_stored
 from trtpipe.engines.reference.hf_weights import QuantizedFolder
-from trtpipe.engines.reference.mlp import Each, OneInput
+from trtpipe.engines.reference.mlp import Each, GatedMlp, OneInput
 
 # Case -> algorithm, and the relative error that the rounding of inputs in [-2, 2] may cause.
 READ = {
@@ -63,11 +63,12 @@ def test_a_folder_computes_what_its_codes_stand_for(
     source = QuantizedFolder(folder, torch.float32)
     (shard,) = source.layer(1)
     x, down = torch.rand(9, 128) * 4 - 2, torch.rand(9, 192) * 4 - 2
-    assert isinstance(shard.branches, (Each, OneInput))
+    assert isinstance(shard.mlp, GatedMlp)
+    assert isinstance(shard.mlp.branches, (Each, OneInput))
     prefix = "model.layers.1."
     for linear, name, inputs in (
-        (shard.dense, "self_attn.o_proj", x), (shard.proj, "mlp.down_proj", down),
-        (shard.branches.first, "mlp.gate_proj", x), (shard.branches.second, "mlp.up_proj", x),
+        (shard.dense, "self_attn.o_proj", x), (shard.mlp.proj, "mlp.down_proj", down),
+        (shard.mlp.branches.first, "mlp.gate_proj", x), (shard.mlp.branches.second, "mlp.up_proj", x),
     ):  # fmt: skip
         assert distance(linear(inputs), inputs @ exact[f"{prefix}{name}.weight"].T) < rounding, name
     fused = torch.cat([exact[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"])

@@ -22,6 +22,7 @@ from trtpipe.engines.checkpoint.memory import rank_bytes
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import UNQUANTIZED, Algorithm, QuantAlgo, Quantization, resolve_precision
+from trtpipe.engines.reference.mlp import GatedMlp
 
 NAME = "W8A16_SHIFT"
 MODULE = '''
@@ -108,7 +109,9 @@ def test_it_is_stored_and_computed(
     opened = open_model(out, torch.device("cpu"))
     assert opened.config.quantization.quant_algo is shift
     x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).unsqueeze(0)
-    first, _ = opened.layer(1)[0].branches(x)
+    mlp = opened.layer(1)[0].mlp
+    assert isinstance(mlp, GatedMlp)
+    first, _ = mlp.branches(x)
     assert torch.allclose(first.float(), x.float() @ (codes * power[:, None]).T, rtol=0.02, atol=0.02)
 
 

@@ -249,7 +249,7 @@ def test_a_linear_without_a_scale_is_named(tmp_path: Path) -> None:
 
 def altered(**changes: Any) -> dict[str, Any]:
     """A config of INT8 with `changes` to its only scheme's weights."""
-    config = compressed_tensors.make(Quantization(quant_algo=QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN), "lm_head")
+    config = compressed_tensors.make(Quantization(quant_algo=QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN), ["lm_head"])
     config["config_groups"]["group_0"]["weights"].update(changes)
     return config
 

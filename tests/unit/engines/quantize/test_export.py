@@ -1,4 +1,4 @@
-"""Our two formats beside ModelOpt's own exporters, tensor by tensor, from one calibration of a tiny Llama."""
+"""Our two formats beside ModelOpt's own exporters, tensor by tensor, from one calibration of a tiny model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.random_models import random_model
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.worker import work
 
@@ -45,18 +46,20 @@ UNLOADABLE = ("int8-wo", "fp8-block")
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model, and in it another for a case of its name."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    """Folder of a model, and in it others: for a case of its name, and of other families."""
     folder = tmp_path_factory.mktemp("llama")
     # Blocks of 128 want a wider one; of its 320 features they leave a part.
-    for name, hidden, ffn, layers in (("", 128, 256, 3), ("fp8-block", 256, 320, 1)):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config).bfloat16()
+    for name, family, hidden, ffn, layers in (
+        ("", "llama", 128, 256, 3), ("fp8-block", "llama", 256, 320, 1),
+        ("qwen2", "qwen2", 128, 256, 1), ("qwen2/fp8-block", "qwen2", 256, 320, 1),
+        ("qwen3", "qwen3", 128, 256, 1), ("qwen3/fp8-block", "qwen3", 256, 320, 1),
+    ):  # fmt: skip
+        # Heads as wide as a block, and more of them than hidden_size has room for.
+        wide = {"head_dim": 128} if family == "qwen3" else {}
+        model = random_model(
+            family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=128, max_position_embeddings=64, **wide,
+        ).bfloat16()  # fmt: skip
         for layer in model.model.layers:
             # Random weights give activations without outliers, which no calibration would tell apart.
             layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, hidden).bfloat16()
@@ -65,17 +68,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_case(llama: Path, case: str) -> Path:
-    return llama / case if (llama / case).is_dir() else llama
+def of_case(model: Path, case: str) -> Path:
+    return model / case if (model / case).is_dir() else model
 
 
-def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
+def ours(model: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
     """Quantize with our worker in this process; all tensors of a one-rank checkpoint or a unified folder."""
     modelopt, quantization = CASES[case]
     out.mkdir(parents=True)
     np.save(out.parent / f"{out.name}.npy", SAMPLES)
     spec = {
-        "source": str(of_case(llama, case)), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
+        "source": str(of_case(model, case)), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
         "quantization": {
             "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
             "group_size": quantization.group_size,
@@ -89,14 +92,18 @@ def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(case, folder with `trtllm` and `hf` written by ModelOpt), calibrated with the whole model in memory."""
+def theirs(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path]:
+    """(case, model, folder with `trtllm` and `hf` written by ModelOpt), calibrated with the whole model in memory."""
     mtq = pytest.importorskip("modelopt.torch.quantization")
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    name, quantization = CASES[request.param]
-    model = LlamaForCausalLM.from_pretrained(of_case(llama, request.param), dtype=torch.bfloat16)
+    family, case = request.param
+    name, quantization = CASES[case]
+    source = llama / family
+    model = AutoModelForCausalLM.from_pretrained(of_case(source, case), dtype=torch.bfloat16)
     recipe = copy.deepcopy(getattr(mtq, name))
     for entry in recipe["quant_cfg"]:
         cfg = entry.get("cfg")
@@ -108,24 +115,36 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
         recipe["quant_cfg"] += caches[quantization.kv_cache_quant_algo]["quant_cfg"]
     mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
     out = tmp_path_factory.mktemp("modelopt")
-    if request.param not in UNLOADABLE:
+    if case not in UNLOADABLE:
+        kind = "qwen" if family else "llama"
         export_tensorrt_llm_checkpoint(
-            copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
+            copy.deepcopy(model), kind, torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
         )
     export_hf_checkpoint(model, torch.bfloat16, export_dir=str(out / "hf"))
-    return request.param, out
+    return case, source, out
+
+
+# What differs from a Llama is the same in all cases, so that most of them are slow tests.
+QUICK = [("qwen2", "fp8-kv"), ("qwen3", "int4-awq")]
 
 
 @pytest.mark.parametrize(
     ("theirs", "form"),
-    [(case, form) for case in CASES for form in ("trtllm", "hf") if form == "hf" or case not in UNLOADABLE],
+    [
+        pytest.param((family, case), form, marks=[pytest.mark.slow] if family and (family, case) not in QUICK else [])
+        for family in ("", "qwen2", "qwen3")
+        for case in CASES
+        for form in ("trtllm", "hf")
+        if form == "hf" or case not in UNLOADABLE
+    ],
     indirect=["theirs"],
     scope="module",
+    ids=lambda value: "-".join(filter(None, value)) if isinstance(value, tuple) else value,
 )
-def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_path: Path, form: str) -> None:
-    case, folder = theirs
+def test_every_tensor_is_modelopts(theirs: tuple[str, Path, Path], tmp_path: Path, form: str) -> None:
+    case, source, folder = theirs
     expected = load_file(folder / form / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
-    got = ours(llama, tmp_path / form, case, form)
+    got = ours(source, tmp_path / form, case, form)
     if form == "hf":
         for name in ("config.json", "hf_quant_config.json"):
             told, wanted_text = ((place / name).read_text() for place in (tmp_path / form, folder / form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.factories import hf_folder
+from tests.support.factories import QWEN2, QWEN3, hf_folder
 from tests.support.stored_folders import SIZES, stored_folder
 from tests.unit.engines.hf.test_inspection import quantized
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import read_stored
@@ -24,14 +25,14 @@ from trtpipe.engines.quantize.stored_worker import work
 KV = KvCacheQuantAlgo.FP8
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[{}, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose linears are FP8 numbers with one scale, a power of two: every way of rounding them is the same."""
-    folder = hf_folder(tmp_path_factory.mktemp("exact") / "hf", **SIZES)
+    folder = hf_folder(tmp_path_factory.mktemp("exact") / "hf", **SIZES, **request.param)
     torch.manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if "proj" in name:
+        if name.endswith("proj.weight"):
             codes = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
             codes[0, 0] = 448
             tensors[name] = (codes * 2.0**-10).bfloat16()
@@ -41,8 +42,6 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def converted(source: Path, out: Path, **mapping: int) -> int:
     """Convert in this process; return how many matrices were rounded anew."""
-    import json
-
     model, found = read_model_config(source, quantized=True), read_stored(source)
     assert found is not None
     stored.require_convertible(found, model.architecture)
@@ -105,6 +104,15 @@ def test_four_bit_groups_without_smoothing_get_factors_of_one(tmp_path: Path, ca
     codes = torch.stack(((both << 4) >> 4, both >> 4), dim=1).flatten(0, 1).float()
     weight = codes * made[prefix + "weights_scaling_factor"].repeat_interleave(64, dim=1)
     assert torch.equal(weight, exact["model.layers.0.mlp.gate_proj.weight"])
+
+
+def test_a_qwen3_with_as_many_key_value_heads_as_heads_is_refused(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", **SIZES, **{**QWEN3, "num_key_value_heads": 4})
+    config = json.loads((source / "config.json").read_text())
+    method = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    with pytest.raises(InputDataError, match="as many key/value heads as attention heads"):
+        stored.convert_stored(source, tmp_path / "made", mapping=Mapping(), log=tmp_path / "log")
 
 
 def test_what_no_checkpoint_computes_is_refused(tmp_path: Path) -> None:

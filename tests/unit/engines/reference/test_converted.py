@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.random_models import random_model
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Output, Request
@@ -38,9 +39,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
 }
 BUILD: dict[str, Any] = {
     "max_batch_size": 2,
@@ -72,19 +70,20 @@ class Case:
     """A model of transformers and how it is converted.
 
     config      changes to SIZES
-    family      Llama or Mistral
+    family      its `model_type`
     stored      element type of the Hugging Face folder
     shard_size  of its files; small ones make several and an index
     spelling    of its rotary settings: transformers' major version
     """
 
     config: dict[str, Any] = field(default_factory=dict)
-    family: str = "Llama"
+    family: str = "llama"
     stored: torch.dtype = torch.float32
     shard_size: str = "1GB"
     spelling: int = 5
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     embedding: EmbeddingSharding = EmbeddingSharding.NONE
 
 
@@ -95,7 +94,8 @@ def rope(name: str, base: float = 10000.0) -> dict[str, Any]:
 VOCABULARY, HIDDEN = EmbeddingSharding.VOCABULARY, EmbeddingSharding.HIDDEN
 MHA = {"num_key_value_heads": 4}
 # Narrower heads than hidden_size / heads would be, as Mistral Nemo has.
-NARROW = {"head_dim": 4}
+NARROW, WIDE = {"head_dim": 4}, {"head_dim": 16}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, **WIDE}
 CASES: dict[str, Case] = {
     "heads of their own": Case(config=MHA),
     "heads of their own, tp 2": Case(config=MHA, tp=2),
@@ -108,12 +108,28 @@ CASES: dict[str, Case] = {
     **{f"{name} scaling": Case(config=rope(name)) for name in SCALINGS if name != "llama3"},
     "linear scaling, transformers 4": Case(config=rope("linear", 20000.0), spelling=4),
     "llama3 scaling, transformers 4, tp 2": Case(config=rope("llama3", 500000.0), spelling=4, tp=2),
-    "mistral": Case(family="Mistral", config={"sliding_window": None}),
-    "mistral, narrow heads": Case(family="Mistral", config={**NARROW, "sliding_window": None}, tp=2),
+    "mistral": Case(family="mistral", config={"sliding_window": None}),
+    "mistral, narrow heads": Case(family="mistral", config={**NARROW, "sliding_window": None}, tp=2),
     "mistral, narrow heads, more ranks than kv heads": Case(
-        family="Mistral", config={**NARROW, "sliding_window": None}, tp=4, pp=2
+        family="mistral", config={**NARROW, "sliding_window": None}, tp=4, pp=2
     ),
-    "mistral, a window no sequence fills": Case(family="Mistral", config={"sliding_window": LIMIT}),
+    "mistral, a window no sequence fills": Case(family="mistral", config={"sliding_window": LIMIT}),
+    "qwen2, more ranks than kv heads": Case(family="qwen2", config={"tie_word_embeddings": True}, tp=4, pp=2),
+    # As Qwen's cards say how longer texts are read, by which positions are rotated otherwise below that too.
+    "qwen2, yarn, transformers 4": Case(family="qwen2", config=rope("yarn", 1000000.0), spelling=4),
+    "qwen2, wide heads, from bfloat16": Case(family="qwen2", config=WIDE, stored=torch.bfloat16, tp=2),
+    # Heads wider than hidden_size / heads.
+    "qwen3": Case(family="qwen3", config=WIDE),
+    "qwen3, tied, more ranks than kv heads": Case(
+        family="qwen3", config={**WIDE, "tie_word_embeddings": True}, tp=4, pp=3
+    ),
+    "qwen3, yarn, shards": Case(family="qwen3", config={**WIDE, **rope("yarn", 1e6)}, shard_size="10KB", tp=2),
+    "mixtral": Case(family="mixtral"),
+    "mixtral, tp 2": Case(family="mixtral", tp=2),
+    "mixtral, groups of experts": Case(family="mixtral", tp=4, ep=2, pp=2, shard_size="10KB"),
+    "mixtral, whole experts": Case(family="mixtral", tp=4, ep=4, stored=torch.bfloat16),
+    "qwen3_moe, groups of experts": Case(family="qwen3_moe", config=MOE, tp=4, ep=2, pp=2),
+    "qwen3_moe, shares that do not sum to 1": Case(family="qwen3_moe", config={**MOE, "norm_topk_prob": False}),
     "biases, more ranks than kv heads": Case(config={"attention_bias": True}, tp=4),
     "biases, narrow heads, stages": Case(config={"attention_bias": True, **NARROW}, tp=2, pp=2),
     "tied, tp 4": Case(config={"tie_word_embeddings": True}, tp=4),
@@ -139,29 +155,9 @@ CASES: dict[str, Case] = {
 }
 
 
-# (configuration class, model class) by family
-Families = dict[str, tuple[Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def families() -> Families:
-    # Imported before the guard of a single test is up: a dependency of transformers runs lscpu on import.
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-
-    return {"Llama": (LlamaConfig, LlamaForCausalLM), "Mistral": (MistralConfig, MistralForCausalLM)}
-
-
-def model_of(case: Case, families: Families, **changes: Any) -> Any:
+def model_of(case: Case, **changes: Any) -> Any:
     """The case's model with random values, in float32."""
-    configuration, kind = families[case.family]
-    torch.manual_seed(0)
-    model = kind(configuration(**{**SIZES, **case.config, **changes})).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            # transformers starts biases at 0 and norms at 1, which would hide a lost one.
-            if key.endswith("bias") or "norm" in key:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model
+    return random_model(case.family, **{**SIZES, **case.config, **changes})
 
 
 def save(model: Any, case: Case, folder: Path) -> None:
@@ -179,7 +175,7 @@ def save(model: Any, case: Case, folder: Path) -> None:
 
 def engine(case: Case, source: Path, out: Path) -> Path:
     out.mkdir()
-    mapping = Mapping(tp_size=case.tp, pp_size=case.pp)
+    mapping = Mapping(tp_size=case.tp, pp_size=case.pp, moe_ep_size=case.ep)
     convert(source, out, dtype=DataType.FLOAT32, mapping=mapping, embedding=case.embedding)
     path = out / "config.json"
     content = {"version": "test", "pretrained_config": json.loads(path.read_text()), "build_config": BUILD}
@@ -194,11 +190,13 @@ def logits_by_transformers(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_after_conversion_are_those_before(families: Families, tmp_path: Path, name: str) -> None:
+def test_logits_after_conversion_are_those_before(tmp_path: Path, name: str) -> None:
     case = CASES[name]
-    save(model_of(case, families), case, tmp_path / "hf")
+    from transformers import AutoModelForCausalLM
+
+    save(model_of(case), case, tmp_path / "hf")
     # Read back: rounded where the folder's type is shorter, and with the settings as config.json spells them.
-    model = families[case.family][1].from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     runtime = Runtime(engine(case, tmp_path / "hf", tmp_path / "engine"))
     prompt = tuple(token % model.config.vocab_size for token in PROMPT)
     runtime.submit(
@@ -221,11 +219,11 @@ def test_logits_after_conversion_are_those_before(families: Families, tmp_path: 
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "dynamic"])
-def test_without_its_scaling_a_model_is_another(families: Families, name: str) -> None:
+def test_without_its_scaling_a_model_is_another(name: str) -> None:
     # Were it not, the test above would pass on a checkpoint that has lost it. Dynamic scaling begins beyond LIMIT.
     case = Case(config=rope(name))
     unscaled = {"rope_type": "default", "rope_theta": 10000.0}
-    scaled, plain = model_of(case, families), model_of(case, families, rope_parameters=unscaled)
+    scaled, plain = model_of(case), model_of(case, rope_parameters=unscaled)
     tokens = list(PROMPT)
     apart = (logits_by_transformers(scaled, tokens) - logits_by_transformers(plain, tokens)).abs().max()
     assert apart > 0.01

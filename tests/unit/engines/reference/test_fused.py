@@ -12,6 +12,7 @@ import torch
 from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.cuda import fused
 from trtpipe.engines.reference.cuda.fused import (
+    HeadNorms,
     add_norm,
     encoded,
     one_kernel,
@@ -24,6 +25,7 @@ from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Fp8, Fp8PerToken, Int8, Linear, Plain, Smoothed, Stacked
 
 HEADS, SIZE = 3, 8
+CACHES = (None, KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.INT8)
 WIDTH = HEADS * SIZE
 
 # What compiles for a GPU compiles for a CPU too, by another compiler behind the same front.
@@ -68,23 +70,32 @@ def calls(rows: int) -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("cache_algo", [slow(None), KvCacheQuantAlgo.FP8, slow(KvCacheQuantAlgo.INT8)])
-def test_keys_and_values_are_rotated_and_kept_where_they_belong(cache_algo: KvCacheQuantAlgo | None) -> None:
+@pytest.mark.parametrize(
+    ("cache_algo", "normed"),
+    [(KvCacheQuantAlgo.FP8, True), *[pytest.param(one, False, marks=pytest.mark.slow) for one in CACHES]],
+)
+def test_keys_and_values_are_rotated_and_kept_where_they_belong(
+    cache_algo: KvCacheQuantAlgo | None, normed: bool
+) -> None:
     turned, kept = 2, 2
     one = torch.ones(1)
     encode = None if cache_algo is None else KvCodec.make(cache_algo, one, one, kv_heads=1).encode
     for rows in (1, 2, 5):
         random = torch.Generator().manual_seed(rows)
         x, cos, sin = (torch.randn(rows, heads, SIZE, generator=random).bfloat16() for heads in (HEADS, 1, 1))
+        weight = (torch.rand(1, turned, SIZE, generator=random) + 0.5).bfloat16()
+        norms = HeadNorms(weight, 1e-6) if normed else None
         slots = torch.randperm(9, generator=random)[:rows, None]
         pools = [torch.zeros(9, kept, SIZE, dtype=torch.bfloat16 if encode is None else torch.int8) for _ in range(2)]
-        plain = rotate_and_keep(x, turned, cos, sin, encode, slots, pools[0])
+        plain = rotate_and_keep(x, turned, norms, cos, sin, encode, slots, pools[0])
         with recorded():
-            compiled = rotate_and_keep(x, turned, cos, sin, encode, slots, pools[1])
+            compiled = rotate_and_keep(x, turned, norms, cos, sin, encode, slots, pools[1])
         assert bits([compiled, pools[1]]) == bits([plain, pools[0]])
-        left, right = x[:, :turned].chunk(2, -1)
-        swapped = torch.cat((right, left), -1)
-        assert torch.allclose(plain[:, :turned].float(), (x[:, :turned] * cos + swapped * sin).float(), atol=0.1)
+        heads = x[:, :turned]
+        if normed:
+            heads = heads / heads.float().square().mean(-1, keepdim=True).sqrt() * weight
+        swapped = torch.cat(heads.chunk(2, -1)[::-1], -1)
+        assert torch.allclose(plain[:, :turned].float(), (heads * cos + swapped * sin).float(), atol=0.1)
         assert torch.equal(plain[:, turned:], x[:, turned:])
         new = plain[:, -kept:] if encode is None else encode(plain[:, -kept:])
         assert torch.equal(pools[0][slots[:, 0]], new)

@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.factories import CHECKPOINT, hf_folder
+from tests.support.random_models import random_model
+from tests.unit.engines.hf.test_inspection import quantized
+from trtpipe.engines.accuracy.models import open_model
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, rank_layout, source_shapes
@@ -22,18 +25,19 @@ from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.safetensors_file import header_bytes
 from trtpipe.engines.model_config import CheckpointConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantization import FORMATS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference import runtime as runtime_module
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.matmul import multiply
+from trtpipe.engines.reference.mlp import GatedMlp
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.number_formats import in_nvfp4_units, nvfp4_scales, pack_e2m1
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.runtime import Runtime
-from trtpipe.engines.reference.weights import RankFiles, WeightSource, load_all
+from trtpipe.engines.reference.weights import CPU, RankFiles, WeightSource, load_all
 
 BUILD: dict[str, Any] = {
     "max_batch_size": 4,
@@ -314,6 +318,25 @@ def test_an_hf_folder_is_what_its_checkpoint_is(tmp_path: Path, tied: bool) -> N
     assert torch.equal(run(direct, [5, 6, 7]), run(converted, [5, 6, 7]))
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_a_quantized_qwen_keeps_its_biases_and_norms_in_every_format(tmp_path: Path, family: str, form: str) -> None:
+    model = random_model(
+        family, vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.15,
+    ).bfloat16()  # fmt: skip
+    model.save_pretrained(tmp_path / "hf")
+    algo = QuantAlgo.W8A16
+    source = open_model(quantized(tmp_path / "hf", tmp_path / "made", Quantization(quant_algo=algo), form), CPU)
+    assert isinstance(source, RankFiles) == (form == "trtllm")
+    ids = torch.tensor([IDS])
+    want = model.float()(ids).logits[0]
+    for got in (run(source, IDS), by_layers(source, ids)[0]):
+        assert distance(got, want) < 0.05
+    assert want.std() > 0.5
+
+
 # ModelOpt's name of each algorithm, and how far a linear may be from its simulation, relative to the output's norm:
 # the exporter rounds FP8 codes twice, and vectors and scales to bfloat16.
 MODELOPT = {
@@ -372,8 +395,9 @@ def test_modelopts_folder_computes_what_modelopt_simulated(
     source = QuantizedFolder(folder, torch.float32)
     assert source.config.quantization.quant_algo is algo
     (shard,), layer = source.layer(1), simulated.model.layers[1]
+    assert isinstance(shard.mlp, GatedMlp)
     # Inputs of these two are not those of others, so that the exporter changes nothing about them.
-    for linear, theirs in ((shard.dense, layer.self_attn.o_proj), (shard.proj, layer.mlp.down_proj)):
+    for linear, theirs in ((shard.dense, layer.self_attn.o_proj), (shard.mlp.proj, layer.mlp.down_proj)):
         x = torch.randn(7, theirs.in_features) * 0.5
         # Three dimensions: ModelOpt's scale of a token is one of a number when there are two.
         assert distance(linear(x), theirs(x[None])[0]) < MODELOPT[algo][1]

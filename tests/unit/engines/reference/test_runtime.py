@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.random_models import random_model
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import convert
@@ -36,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True},
     "llama3": {"rope_parameters": LLAMA3},
     "wide": {"head_dim": 32, "num_hidden_layers": 2},
+    "qwen2": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_dim": 32},
 }
 BUILD: dict[str, Any] = {
     "max_batch_size": 8,
@@ -60,8 +63,6 @@ NEW = 20
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """name -> (HF folder, the same model in transformers), made once each."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     made: dict[str, tuple[Path, Any]] = {}
 
     def make(name: str) -> tuple[Path, Any]:
@@ -69,15 +70,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
             values = {
                 "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
                 "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-                "initializer_range": 0.15, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+                "initializer_range": 0.15,
             }  # fmt: skip
-            torch.manual_seed(len(made))
-            model = LlamaForCausalLM(LlamaConfig(**{**values, **MODELS[name]})).eval()
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    # transformers starts biases at 0 and norms at 1, which would hide a lost one.
-                    if key.endswith("bias") or "norm" in key:
-                        parameter += 0.3 * torch.randn_like(parameter)
+            model = random_model(seed=len(made), **{**values, **MODELS[name]})
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
             made[name] = folder, model
@@ -169,6 +164,8 @@ def check_logits(got: FloatArray | None, want: torch.Tensor) -> None:
         ("biased", 2, 1),
         ("llama3", 1, 2),
         ("wide", 2, 1),
+        ("qwen2", 1, 1),
+        ("qwen3", 4, 1),
     ],
 )
 def test_logits_are_those_of_transformers(
@@ -223,6 +220,29 @@ def test_sharded_embeddings(
 def test_greedy_tokens_alone_and_together(plain: Path, expected: list[list[int]]) -> None:
     assert [greedy(Runtime(plain), [prompt])[0] for prompt in PROMPTS] == expected
     assert greedy(Runtime(plain), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_greedy_tokens_of_a_qwen(
+    models: Callable[[str], tuple[Path, Any]], engines: Callable[..., Path], name: str
+) -> None:
+    # Each two begin alike, for 31 of 40 tokens.
+    prompts = [
+        tuple((3 * i * (1 + number // 2) + number * (i > 30) + 1) % VOCAB for i in range(40)) for number in range(20)
+    ]
+    runtime = Runtime(engines(name), kv_cache_tokens=4096)
+    found = greedy(runtime, prompts, 64)
+    with torch.no_grad():
+        logits = models(name)[1](torch.tensor([[*p, *new] for p, new in zip(prompts, found, strict=True)])).logits
+    # Each token follows from those before it, so all are what transformers would have generated.
+    assert logits[:, 39:-1].argmax(-1).tolist() == found
+    assert len({tuple(new) for new in found}) == 20
+    # Again, from the cache; alone; and over ranks and stages.
+    assert greedy(runtime, prompts, 64) == found
+    assert runtime.stats()["kv_reused_blocks"] >= 20 * 4
+    alone = Runtime(engines(name))
+    assert [greedy(alone, [prompt], 64)[0] for prompt in prompts[::5]] == found[::5]
+    assert greedy(Runtime(engines(name, 2, 3)), prompts, 64) == found
 
 
 def test_greedy_tokens_of_requests_that_join_and_leave(plain: Path, expected: list[list[int]]) -> None:

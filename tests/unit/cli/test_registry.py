@@ -1,0 +1,59 @@
+"""`trtpipe push`, `pull` and `search`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.factories import hf_folder
+from tests.unit.cli.conftest import SETTINGS, Run
+
+
+def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp_path: Path) -> None:
+    hf_folder(in_folder / "tiny")
+    assert run("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "bf16", *SETTINGS).status == 0
+    shelf = str(tmp_path / "shelf")
+    done = run("push", "tiny.cpu.bf16", shelf)
+    assert done.status == 0
+    assert re.search(r"^pushed tokenizer, engine: \d\d\.\d kB sent, 0 B was there$", done.out, re.MULTILINE)
+    assert done.out.endswith(f"next, elsewhere: trtpipe pull tiny.cpu.bf16 {shelf}\n")
+    found = json.loads(run("search", shelf, "--gpu", "cpu", "--json").out)
+    assert [(one["target"], one["passport"]["runtime"]) for one in found] == [("tiny.cpu.bf16", "reference")]
+    assert "tiny.cpu.bf16" in run("search", shelf, "--dtype", "bfloat16").out
+    assert json.loads(run("search", shelf, "--gpu", "h100", "--json").out) == []
+
+    told = tmp_path / "provenance.json"
+    assert run("provenance", "tiny.cpu.bf16", "-o", str(told)).out == f"{told}: 5 artefacts\n"
+    shutil.rmtree("runs")
+    done = run("pull", "tiny.cpu.bf16", shelf)
+    assert done.out.startswith("pulled tokenizer, engine: ")
+    assert f"engine: imported from {shelf}, not built here" in done.err
+    assert done.out.endswith("next: trtpipe serve tiny.cpu.bf16\n")
+    done = run("verify-provenance", "tiny.cpu.bf16", "--statement", str(told))
+    assert done.out.endswith("the digests of 5 artefacts hold together\n")
+    done = run("verify-provenance", "tiny.cpu.bf16")
+    assert done.out.endswith(
+        "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"
+    )
+    assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: `trtpipe ls` lists them"),
+        (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
+        (("pull", "none", "shelf"), 2, "there is no folder shelf"),
+        (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),
+        (("provenance", "none"), 2, "there is no target 'none' in ./runs"),
+        (("verify-provenance", "none"), 2, "there is no target 'none' in ./runs"),
+    ],
+)
+def test_registries_and_wrong_words(run: Run, arguments: tuple[str, ...], status: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.status == status
+    assert message.split(":")[0] in done.error()

@@ -1,0 +1,361 @@
+"""`trtpipe serve` and the commands for servers, clusters and model repositories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.conftest import Outcome, Run, remember, rows
+from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.files import write_json
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.repositories import find_repository
+from trtpipe.pipeline.serving.servers import find_running, running
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+
+def test_stop_without_servers_is_no_failure(run: Run) -> None:
+    assert run("stop") == Outcome(0, "no server is running\n", "")
+
+
+@pytest.mark.loopback
+def test_a_taken_port_is_the_machine_s(build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "find_installation", lambda: None)
+    assert build(model).status == 0
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        for taken, others in (("grpc", ("metrics", "openai")), ("openai", ("grpc", "metrics"))):
+            free = [part for name in ("http", *others) for part in (f"--{name}-port", "0")]
+            done = run("serve", f"--{taken}-port", port, *free)
+            assert done.status == 4
+            assert done.error() == (
+                f"port {port} on 127.0.0.1 cannot be taken: Address already in use; "
+                f"stop what listens there, or pass --{taken}-port 0 to choose a free one"
+            )
+
+
+def test_a_damaged_repository_is_refused_before_anything_starts(
+    build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_installation() -> None:
+        raise StageFailed("the server is next")
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert build(model).status == 0
+    shutil.copytree(Path("runs/tiny.cpu.fp32/repository").resolve(), "mine")
+    config = Path("mine/postprocessing/config.pbtxt")
+    config.chmod(0o644)
+    text = config.read_text()
+    config.write_text(text + "max_batch_size: many\n")
+    mine = Path("mine").resolve()
+    done = run("serve", "mine")
+    assert done.status == 3
+    line = len(text.splitlines()) + 1
+    assert done.error() == (
+        f"{mine} has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is not a model configuration: "
+        f"Couldn't parse integer: many; run `trtpipe check {mine}` for all"
+    )
+    checked = run("check", "mine")
+    assert checked.status == 3
+    assert checked.error().startswith(f"mine has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is ")
+    # What is only suspicious is served.
+    config.write_text(text + 'parameters: { key: "no_such_thing" value: { string_value: "1" } }\n')
+    assert run("check", "mine").out.startswith("warning  postprocessing/config.pbtxt: parameter no_such_thing")
+    monkeypatch.setattr(tritonserver, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
+    assert run("serve", "mine").error() == "the server is next"
+
+
+@pytest.mark.loopback
+def test_keys_and_certificate_are_read_before_anything_starts(
+    build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find_installation() -> None:
+        raise StageFailed("the server is next")
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert build(model).status == 0
+    ports = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
+
+    def refused(*arguments: object) -> tuple[int, str]:
+        done = run("serve", *ports, *arguments)
+        return done.status, done.error()
+
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert refused("--api-keys-file", empty) == (3, f"{empty} holds no API key; write one key a line")
+    assert refused("--tls-cert", empty) == (2, "TLS needs a certificate and a key; give both files or neither")
+    status, words = refused("--tls-cert", empty, "--tls-key", empty)
+    assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are not a certificate and its key")
+    assert words.endswith("; give PEM files that belong together, the key without a password")
+    assert run("serve", *ports, "--front", "nativ").err == "error: unknown front 'nativ'; did you mean 'native'?\n"
+    assert run("serve", *ports).error() == "the server is next"
+
+
+def test_an_engine_that_belongs_elsewhere_exits_with_6(
+    run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = in_folder / "repository-of-mine"
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
+    engine = repository / "tensorrt_llm" / "1"
+    engine.mkdir(parents=True)
+    done = run("serve", repository)
+    assert done.status == 6
+    assert done.error().startswith(f"{engine} has no passport.json: ")
+    passport = Passport(
+        runtime="tensorrt_llm", gpu="h100", sm=90, sms=(90,), toolchain="1.2.1", image="image:tag", versions={},
+        tp_size=1, pp_size=1, dtype="bfloat16", quant_algo=None, kv_cache_quant_algo=None, rank_bytes=1 << 30,
+        checkpoint="0", build_config={},
+    )  # fmt: skip
+    write_json(engine / "passport.json", dataclasses.asdict(passport))
+    monkeypatch.setenv("PATH", "")
+    for command in ("serve", "passport"):
+        done = run(command, repository)
+        assert done.status == 6
+        assert done.error() == (
+            f"the engine in {repository} does not run on this machine: it is for h100 (SM90), and this machine has no "
+            "NVIDIA GPU; serve it on h100 (SM90), or build for the GPU here with `trtpipe build --gpu`"
+        )
+
+
+@pytest.mark.parametrize("target", ["t.cpu.bf16", "runs/t.cpu.bf16", "./runs/t.cpu.bf16/", "{}/runs/t.cpu.bf16", None])
+def test_a_run_is_found_by_name_or_path_and_named_without_a_slash(in_folder: Path, target: str | None) -> None:
+    # The name becomes a folder and a log of the server: a path in it would reach outside the store.
+    repository = in_folder / "artefact"
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
+    (in_folder / "runs" / "t.cpu.bf16").mkdir(parents=True)
+    (in_folder / "runs" / "t.cpu.bf16" / "repository").symlink_to(repository)
+    found = find_repository(target if target is None else target.format(in_folder))
+    assert found[1] == repository
+    assert found[0] == "t.cpu.bf16"
+
+
+def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = in_folder / "mine"
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
+    (repository / "runs").mkdir()
+    assert find_repository(str(repository)) == ("mine", repository)
+    monkeypatch.chdir(repository)
+    assert find_repository(".") == ("mine", repository)
+
+
+def test_the_newest_run_is_served(in_folder: Path) -> None:
+    for name in ("old", "newest", "older"):
+        (in_folder / name / "tensorrt_llm").mkdir(parents=True)
+        (in_folder / name / "tensorrt_llm" / "config.pbtxt").touch()
+        link = in_folder / "runs" / name / "repository"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(in_folder / name)
+        os.utime(link, (1, {"older": 1, "old": 2, "newest": 3}[name]), follow_symlinks=False)
+    assert find_repository(None) == ("newest", in_folder / "newest")
+
+
+def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a")
+    assert find_running(store, None).name == "a"
+    assert find_running(store, None).find(None).tokenizer == Path("/r/preprocessing/1/tokenizer")
+    remember(store, "b")
+    assert find_running(store, "b").name == "b"
+    with pytest.raises(UsageError) as caught:
+        find_running(store, None)
+    assert str(caught.value) == "several servers are running; name one: a, b"
+    table = rows(run("ps").out)
+    assert table[:2] == [["server", "state", "http", "openai"], ["a", "running", "http://127.0.0.1:1", "-"]]
+    assert run("stop").error() == "several servers are running; name one, or pass --all: a, b"
+
+
+def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
+    remember(store, "a")
+    assert run("stop").out == "stopped a\n"
+    for name in ("a", "b", "c"):
+        remember(store, name)
+    (stopped,) = json.loads(run("stop", "b", "--json").out)
+    assert (stopped["server"], stopped["http"], stopped["models"]) == ("b", "http://127.0.0.1:1", {"b": ["b"]})
+    assert (stopped["state"], stopped["pid"]) == ("stopped", None)
+    assert run("stop", "--all").out == "stopped a\nstopped c\n"
+    assert running(store) == []
+
+
+def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run: Run) -> None:
+    log = store.home / "serve.log"
+    remember(store, "a", log=log)
+    log.write_text("E1125 12:00:00.0 1 x.cc:1] out of memory\n")
+    for _ in range(2):
+        assert run("ps").out.splitlines()[-1] == f"a died: out of memory; its log is {log}"
+    (told,) = json.loads(run("ps", "--json").out)
+    assert (told["state"], told["pid"], told["died"], told["log"]) == ("died", None, "out of memory", str(log))
+    told = run("generate", "Hello")
+    assert (told.status, told.error()) == (
+        2, f"no server is running: a died: out of memory; see {log}; run `trtpipe serve`"
+    )  # fmt: skip
+    assert run("stop").out == "no server is running\n"
+    for name, words in (("a", "why it died\n"), ("b", "another server's\n")):
+        (store.home / "logs").mkdir(exist_ok=True)
+        (store.home / "logs" / f"serve-{name}.log").write_text(words)
+    assert run("logs").out == "why it died\n"
+    assert run("stop", "a").out == "dropped a, which had died\n"
+    assert run("ps").out == "no server is running\n"
+
+
+def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    remember(store, "a")
+    monkeypatch.setattr(servers, "watched", lambda server: True)
+    (told,) = json.loads(run("ps", "--json").out)
+    assert (told["state"], told["pid"]) == ("restarting", None)
+    assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
+
+
+def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run: Run) -> None:
+    from tests.unit.engines.test_passport import passport, target
+
+    (in_folder / "r" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "r" / "tensorrt_llm" / "config.pbtxt").touch()
+    (in_folder / "r" / ENGINE_FOLDER).mkdir(parents=True)
+    passport(target()).write(in_folder / "r" / ENGINE_FOLDER)
+    deploy = ("deploy", "k8s", "r", "--pvc", "models", "-o")
+    assert "give --gateway-image" in run(*deploy, "one").error()
+    settings = ("--set", 'tolerations=["spot:NoSchedule"]', "--set", "api_keys=false")
+    assert run(*deploy, "one", "--gateway-image", "ours:1", *settings).status == 0
+    written = (in_folder / "one" / "base" / "deployment.yaml").read_text()
+    assert "key: spot" in written
+    assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
+    told = json.loads(run(*deploy, "two", "--no-openai", "--json").out)
+    assert (told["folder"], "base/deployment.yaml" in told["files"]) == ("two", True)
+    assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
+
+
+def test_monitoring_scrapes_the_server_that_runs(
+    in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    from trtpipe.pipeline.serving import servers
+
+    (in_folder / "a" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "a" / "tensorrt_llm" / "config.pbtxt").touch()
+
+    def scraped(*arguments: str) -> list[list[str]]:
+        assert run("monitoring", "a", *arguments).status == 0
+        config = yaml.safe_load((in_folder / "monitoring" / "prometheus.yml").read_text())
+        return [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
+
+    assert scraped() == [["localhost:8002"], ["localhost:9000"]]
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a")
+    (server,) = running(store)
+    servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
+    remember(store, "b")
+    assert scraped() == [["127.0.0.1:3"], ["127.0.0.1:4"]]
+    servers.remember(store, dataclasses.replace(server, gateway_url="https://127.0.0.1:4", keyed=True))
+    assert "--api-key-file" in run("monitoring", "a").err
+    assert run("monitoring", "a", "--api-key-file", "/keys").err == ""
+    told = json.loads(run("monitoring", "a", "--json").out)
+    assert (told["folder"], "prometheus.yml" in told["files"]) == ("monitoring", True)
+    assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
+    assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
+
+
+@pytest.mark.parametrize(
+    ("whys", "starts", "ready"),
+    [
+        (["it crashed: boost::interprocess::lock_exception", ""], 2, True),
+        (["it crashed: boost::interprocess::lock_exception"] * 2, 2, False),
+        (["model x: no such file"], 1, False),
+    ],
+)
+def test_a_server_that_broke_down_at_its_start_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whys: list[str], starts: int, ready: bool
+) -> None:
+    from trtpipe.pipeline.serving.serve import start_until_ready
+
+    left = list(whys)
+    ended: list[Any] = []
+    notes: list[str] = []
+
+    def wait_ready(process: Any, endpoints: Endpoints, log: Path, tick: Any) -> None:
+        why = left.pop(0)
+        if why:
+            raise StageFailed("tritonserver does not start", why=why)
+
+    monkeypatch.setattr(tritonserver, "wait_ready", wait_ready)
+    monkeypatch.setattr(tritonserver, "end", ended.append)
+    process: Any = SimpleNamespace(pid=1)
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+
+    def start() -> Any:
+        return process
+
+    if ready:
+        assert start_until_ready(start, points, tmp_path / "log", notes.append) is process
+    else:
+        with pytest.raises(StageFailed, match="tritonserver does not start"):
+            start_until_ready(start, points, tmp_path / "log", notes.append)
+    assert len(whys) - len(left) == starts
+    assert len(ended) == starts - ready
+    assert len(notes) == starts - 1
+
+
+def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = run("logs")
+    assert (nothing.status, nothing.error()) == (
+        2, "no server is running, and none has left a log; run `trtpipe serve`"
+    )  # fmt: skip
+    logs = store.home / "logs"
+    logs.mkdir(parents=True)
+    (logs / "serve-a.cpu.bf16.log").write_text("first\nlast\n")
+    (logs / "serve-a.cpu.bf16.gateway.log").write_text("gateway at x\n")
+    (logs / "build-b.log").write_text("no server's\n")
+    assert run("logs") == Outcome(0, "first\nlast\n", "")
+    assert run("logs", "-n", "1", "-f") == Outcome(0, "last\n", "")
+    assert run("logs", "--server", "a.cpu.bf61").error() == (
+        "there is no log of a server named 'a.cpu.bf61'; did you mean 'a.cpu.bf16'?"
+    )
+    (logs / "serve-b.log").write_text("of b\n")
+    assert run("logs").error() == (
+        "no server is running, and several have left a log; name one with --server: a.cpu.bf16, b"
+    )
+    assert run("logs", "--server", "b").out == "of b\n"
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "b")
+    assert run("logs").out == "of b\n"  # the one that runs is meant
+
+
+def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "chat+draft")
+    server = find_running(store, None)
+    assert server.find("draft").name == "draft"
+    with pytest.raises(UsageError, match="serves several models; name one: chat, draft"):
+        server.find(None)
+    with pytest.raises(UsageError, match="does not serve 'draf'; did you mean 'draft'"):
+        server.find("draf")
+
+
+def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: pid == 1)
+    remember(store, "living")
+    remember(store, "dead", pid=2)
+    (store.home / "servers" / "damaged.json").write_text("{")
+    (store.home / "servers" / "other.json").write_text('{"name": "x"}')
+    assert [server.name for server in running(store)] == ["living"]
+    assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]

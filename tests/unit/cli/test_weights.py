@@ -1,0 +1,161 @@
+"""`trtpipe convert`, `inspect`, `restore`, `quantize` and `verify` on plain folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.factories import hf_folder
+from tests.unit.cli.conftest import Run, fill_the_disk
+from tests.unit.cli.damages import DAMAGES, missing_tensor
+from trtpipe.engines.errors import StageFailed
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["quantize", "MODEL", "out", "--quant", "fp8", "--samples", "0"], "--samples is 0; give a positive number"),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "demo", "--seq-len", "999999999"],
+            "--seq-len is 999999999, and the model takes 256 tokens; use --seq-len 256 or less",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "short.txt", "--samples", "9", "--seq-len", "4"],
+            "the calibration text gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
+        ),
+        (["verify", "MODEL", "MODEL", "--rows", "0"], "--rows is 0; give a positive number"),
+        (
+            ["restore", "MODEL", "out"],
+            "MODEL is a Hugging Face folder; give a TensorRT-LLM checkpoint, as `trtpipe convert` makes it",
+        ),
+    ],
+)
+def test_a_remedy_names_an_option_that_the_command_has(
+    run: Run, model: Path, in_folder: Path, words: list[str], line: str
+) -> None:
+    (in_folder / "short.txt").write_text("eleven char")
+    done = run(*(word.replace("MODEL", str(model)) for word in words))
+    assert done.error() == line.replace("MODEL", str(model))
+
+
+def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
+    done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
+    assert done.status == 0, done.err
+    next_step = f"trtpipe inspect out --verify-against {model}"
+    assert done.out == f"out: config.json and 2 rank file(s)\nnext: {next_step}\n"
+    assert run(*next_step.split()[1:]).status == 0
+    assert sorted(path.name for path in (in_folder / "out").iterdir()) == [
+        "config.json", "rank0.safetensors", "rank1.safetensors",
+    ]  # fmt: skip
+    config = json.loads((in_folder / "out" / "config.json").read_text())
+    assert (config["dtype"], config["mapping"]["tp_size"]) == ("bfloat16", 2)
+    assert run("convert", model, "same", "--dtype", "bf16", "--tp", "2").status == 0
+    for name in ("rank0.safetensors", "rank1.safetensors"):
+        assert (in_folder / "same" / name).read_bytes() == (in_folder / "out" / name).read_bytes()
+    assert run("convert", model, "auto").status == 0
+    assert json.loads((in_folder / "auto" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not Path("runs").exists()
+
+
+def test_inspect_proves_a_checkpoint_and_restore_gives_the_folder_back(run: Run, model: Path, in_folder: Path) -> None:
+    out, back = in_folder / "out", in_folder / "back"
+    embedding = ["--use-parallel-embedding", "--embedding-sharding-dim", "1"]
+    assert run("convert", model, out, "--tp", "2", *embedding, "--toolchain", "0.21.0").status == 0
+    proof = run("inspect", out, "--verify-against", model)
+    assert (proof.status, "no problem found" in proof.out) == (0, True)
+    assert proof.err == f"{out} equals {model}: every tensor, bit for bit\n"
+    listed = json.loads(run("inspect", out, "--json").out)
+    assert (listed["kind"], listed["mapping"]["tp_size"], listed["problems"]) == ("tensorrt_llm", 2, [])
+    assert listed["bytes"] == sum(tensor["nbytes"] for tensor in listed["tensors"])
+    assert run("restore", out, back).status == 0
+    assert (back / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size
+    other = hf_folder(in_folder / "other", seed=1)
+    wrong = run("inspect", out, "--verify-against", other)
+    assert wrong.status == 3
+    assert wrong.error().startswith(f"{out} has ")
+    assert "problem: tensor 'transformer.vocab_embedding.weight' in rank0.safetensors: differs" in wrong.out
+
+
+def test_convert_never_overwrites(run: Run, model: Path, in_folder: Path) -> None:
+    (in_folder / "out").mkdir()
+    (in_folder / "out" / "mine").write_text("mine")
+    done = run("convert", model, "out")
+    assert (done.status, done.error()) == (
+        2,
+        f"{in_folder}/out already exists and is not an empty folder; name a new folder",
+    )
+    assert [path.name for path in (in_folder / "out").iterdir()] == ["mine"]
+    assert run("convert", model, model / "config.json" / "out").status == 4
+    assert run("convert", model, model / "config.json").status == 2
+
+
+@pytest.mark.parametrize(("damage", "message"), [*DAMAGES, (missing_tensor, "tensor 'model.layers.2.")])
+def test_convert_that_fails_leaves_nothing(
+    run: Run, model: Path, in_folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(model)
+    done = run("convert", model, "out")
+    assert done.status == 3
+    assert done.error().startswith(message.format(model))
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_on_a_full_disk_leaves_nothing(
+    run: Run, model: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    fill_the_disk(monkeypatch)
+    done = run("convert", model, "out")
+    assert done.status == 4
+    assert "the disk is full" in done.error()
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_refuses_what_cannot_be(run: Run, model: Path, in_folder: Path) -> None:
+    for options, message in (
+        (["--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        (["--tp", "0"], "tp_size 0 and pp_size 1 must both be at least 1; pass --tp and --pp as positive numbers"),
+    ):
+        done = run("convert", model, "out", *options)
+        assert (done.status, done.error()) == (2, message)
+    assert run("convert", model, "out", "--tp", "3").status == 2  # 4 heads
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_needs_no_tokenizer(run: Run, in_folder: Path) -> None:
+    folder = hf_folder(in_folder / "bare", tokenizer=False)
+    assert run("convert", folder, "out").status == 0
+
+
+def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
+    short = run("inspect", model).out.splitlines()
+    assert short[0].startswith("huggingface LlamaForCausalLM, ")
+    assert "; --tensors lists them" in short[1]
+    assert short[-1] == "no problem found"
+    long = run("inspect", model, "--tensors").out.splitlines()
+    assert long[len(short)].split() == ["file", "tensor", "dtype", "shape", "bytes"]
+    assert len(long) > len(short) + 10
+    assert run("convert", model, "out").status == 0
+    assert "quantization: none" in run("inspect", "out").out.splitlines()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_log_of_a_failure_stays_and_no_other(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    def quantize(*arguments: object, log: Path, **more: object) -> list[str]:
+        log.write_text("what happened\n")
+        if fails:
+            raise StageFailed("quantizing failed", remedy=f"the log is {log}")
+        return []
+
+    monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", quantize)
+    done = run("quantize", model, "out", "--quant", "fp8", "--scales", model)
+    assert done.status == 5 * fails, done.err
+    logs = list((tmp_path / "home" / "logs").iterdir())
+    assert len(logs) == fails
+    if fails:
+        assert done.error() == f"quantizing failed; the log is {logs[0]}"
+        assert logs[0].read_text() == "what happened\n"
