@@ -16,7 +16,9 @@ from trtpipe.engines.reference.cuda.fused import compiling, one_kernel
 _EXACT_COLUMNS = 1024
 # On a CPU without 16-bit instructions a 16-bit product takes six times as long as a float32 one. From this number of
 # rows on, converting the weight to float32 pays.
-_MANY_ROWS = 32
+_MANY_ROWS = 10
+# Elements of a 16-bit weight that are converted at a time: few enough for the caches.
+_CONVERTED = 1 << 20
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,8 +31,19 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(x) == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
     if len(x) >= _MANY_ROWS and not _has_instructions(weight.dtype):
-        return functional.linear(x.float(), weight.float()).to(x.dtype)
+        return _converted_product(x, weight)
     return torch.mm(weight, x.t()).t()
+
+
+def _converted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`multiply` in float32 for 16-bit types. The weight is converted in parts: memory for all of it, as large as the
+    head's, would be paged in at each call."""
+    wide, out = x.float(), x.new_empty(len(x), len(weight))
+    rows = max(1, _CONVERTED // weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = slice(first, first + rows)
+        out[:, part] = functional.linear(wide, weight[part].float())
+    return out
 
 
 def _one_recorded(x: torch.Tensor, weight: torch.Tensor) -> bool:
