@@ -115,7 +115,7 @@ def test_groups_of_experts_that_a_runtime_has_not(in_folder: Path) -> None:
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("a100", "int8-wo"), ("h100", "fp8-kv")])
 def test_the_automatic_precision_of_a_model_with_experts(in_folder: Path, gpu: str, dtype: str) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
     chosen = plan(hf_folder(in_folder / "tiny", **sizes, **MIXTRAL), gpu=gpu, dtype="auto", runtime="tensorrt_llm")
     assert chosen.precision.name == dtype
     # On another machine the family is not known again.

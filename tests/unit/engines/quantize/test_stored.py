@@ -94,13 +94,14 @@ def test_experts_become_the_checkpoint_of_our_own_quantization(tmp_path: Path, f
     for form in ("hf", "compressed-tensors"):
         folder, made = quantized(source, tmp_path / form, quantization, form), tmp_path / f"{form}-made"
         # llm-compressor's names of a Mixtral's experts, and another scale of the inputs of one expert.
-        codes = load_file(folder / "model.safetensors")
-        usual = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
-        for ours_name, theirs in usual.items() if form == "compressed-tensors" else ():
-            codes = {name.replace(ours_name, theirs): tensor for name, tensor in codes.items()}
-        first = next(name for name in codes if "experts.0." in name and name.endswith("input_scale"))
-        codes[first] = codes[first] / 4
-        save_file(codes, folder / "model.safetensors")
+        written = load_file(folder / "model.safetensors")
+        usual = ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+        for published, theirs in usual:
+            if form == "compressed-tensors":
+                written = {name.replace(published, theirs): tensor for name, tensor in written.items()}
+        first = next(name for name in written if "experts.0." in name and name.endswith("input_scale"))
+        written[first] = written[first] / 4
+        save_file(written, folder / "model.safetensors")
         assert inspect(folder).problems == ()
         assert converted(folder, made, **mapping) == 0
         for rank in ("rank0.safetensors", "rank1.safetensors"):
