@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +25,6 @@ class Expert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         up, activated = self.fc(x).chunk(2, dim=-1)
         return self.proj.product(swiglu(activated, up, self.proj.encode), x.dtype)
-
-    def pack(self) -> Expert:
-        """See Linear.pack."""
-        return Expert(self.fc.pack(), self.proj.pack())
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,6 @@ class ExpertMlp(Mlp):
         shares, chosen = route(functional.linear(x.float(), self.router), self.facts)
         # TensorRT-LLM sums in float32 too.
         return weighted_sum(x, shares, chosen, self.held, self.first, torch.float32).to(dtype)
-
-    def pack(self) -> ExpertMlp:
-        return replace(self, held=tuple(expert.pack() for expert in self.held))
 
 
 def route(scores: torch.Tensor, facts: Experts) -> tuple[torch.Tensor, torch.Tensor]:

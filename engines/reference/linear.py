@@ -7,14 +7,14 @@ The order of a sum is the library's. "The model's type" is the compute type.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from trtpipe.engines.reference.cuda.fused import one_kernel
-from trtpipe.engines.reference.matmul import e4m3_product, int8_product, multiply, packed
+from trtpipe.engines.reference.matmul import e4m3_product, int8_product, multiply
 from trtpipe.engines.reference.number_formats import (
     E4M3_MAX,
     FP8_BLOCK,
@@ -49,10 +49,6 @@ class Linear(ABC):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(self.encode(x), x.dtype)
 
-    def pack(self) -> Linear:
-        """The same linear with its weight laid out for many products, which on a CPU takes a copy of the weight."""
-        return self
-
 
 @dataclass(frozen=True)
 class Plain(Linear):
@@ -65,9 +61,6 @@ class Plain(Linear):
 
     def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return multiply(operand, self.weight)
-
-    def pack(self) -> Plain:
-        return Plain(packed(self.weight))
 
 
 @dataclass(frozen=True)
@@ -83,9 +76,6 @@ class Smoothed(Linear):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         return self.linear.product(operand, dtype)
 
-    def pack(self) -> Smoothed:
-        return replace(self, linear=self.linear.pack())
-
 
 @dataclass(frozen=True)
 class Stacked(Linear):
@@ -98,9 +88,6 @@ class Stacked(Linear):
 
     def product(self, operand: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([part.product(of, dtype) for part, of in zip(self.parts, operand, strict=True)], dim=-1)
-
-    def pack(self) -> Stacked:
-        return Stacked(tuple(part.pack() for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -122,9 +109,6 @@ class Fp8(Linear):
     def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return e4m3_product(operand, self.codes, self.output_scale, dtype)
 
-    def pack(self) -> Fp8:
-        return replace(self, codes=packed(self.codes))
-
 
 @dataclass(frozen=True)
 class Fp8PerToken(Linear):
@@ -145,9 +129,6 @@ class Fp8PerToken(Linear):
     def product(self, operand: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         codes, scale = operand
         return _rescaled(e4m3_product(codes, self.codes), scale, self.row_scale, dtype)
-
-    def pack(self) -> Fp8PerToken:
-        return replace(self, codes=packed(self.codes))
 
 
 @one_kernel

@@ -14,67 +14,23 @@ from trtpipe.engines.reference.cuda.fused import compiling, one_kernel
 
 # A sum of this many products of two int8 is below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
-# Numbers of rows that a packed weight is multiplied with. oneDNN keeps half a megabyte for each shape of a weight and
-# number of rows that it meets, up to 1024 times, which prompts of any length would reach.
-_PACKED_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-# Number of rows for which oneDNN chooses the layout of a packed weight.
-_TYPICAL_ROWS = 32
-# Elements of a 16-bit weight that are converted to float32 at a time: few enough for the caches.
-_CONVERTED = 1 << 20
-
-
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """Copy a weight [out, in] into oneDNN's blocked layout for `multiply`, if this CPU multiplies its type.
-
-    Otherwise, on a GPU, and where torch has no oneDNN, return the weight itself. With an unpacked float32 weight MKL
-    multiplies one row in one thread, and few rows in up to twice the time of a packed one.
-    """
-    multiplied = weight.dtype == torch.float32 or _has_instructions(weight.dtype)
-    if weight.is_cuda or not multiplied or not torch.backends.mkldnn.is_available():
-        return weight
-    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-    return copy
+# On a CPU without 16-bit instructions a 16-bit product takes six times as long as a float32 one. From this number of
+# rows on, converting the weight to float32 pays.
+_MANY_ROWS = 32
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, in] @ weight [out, in].T, both of one type; the weight may be `packed`. Columns of the result may be
-    contiguous, not rows."""
-    if weight.is_mkldnn:
-        parts = [_packed_product(part, weight) for part in x.split(_PACKED_ROWS[-1])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """x [T, in] @ weight [out, in].T, both of one type. Columns of the result may be contiguous, not rows."""
     if _one_recorded(x, weight):
         return _row_product(x, weight, None, x.dtype)
+    # On a CPU, a product with the weight as left factor is up to twice as fast in 16 bits, and slower in 32 bits.
     if weight.dtype == torch.float32 or weight.is_cuda:
         return functional.linear(x, weight)
     if len(x) == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
-    if _has_instructions(weight.dtype):
-        # With the weight as left factor it is up to twice as fast.
-        return torch.mm(weight, x.t()).t()
-    return _converted_product(x, weight)
-
-
-def _packed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`multiply` by a packed weight, for at most 64 rows; rows of zeros fill them up to one of `_PACKED_ROWS`."""
-    rows = len(x)
-    missing = next(number for number in _PACKED_ROWS if number >= rows) - rows
-    if missing:
-        x = functional.pad(x, (0, 0, 0, missing))
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return out[:rows] if missing else out
-
-
-def _converted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`multiply` in float32 for 16-bit types, on a CPU without 16-bit instructions, where it takes half of the time.
-
-    The weight is converted in parts: memory for all of it, as large as the head's, would be paged in at each call.
-    """
-    wide, out = x.float(), x.new_empty(len(x), len(weight))
-    rows = max(1, _CONVERTED // weight.shape[1])
-    for first in range(0, len(weight), rows):
-        part = slice(first, first + rows)
-        out[:, part] = functional.linear(wide, weight[part].float())
-    return out
+    if len(x) >= _MANY_ROWS and not _has_instructions(weight.dtype):
+        return functional.linear(x.float(), weight.float()).to(x.dtype)
+    return torch.mm(weight, x.t()).t()
 
 
 def _one_recorded(x: torch.Tensor, weight: torch.Tensor) -> bool:

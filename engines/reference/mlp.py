@@ -27,10 +27,6 @@ class Mlp(ABC):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         """Second step, with what `encode` made of an input of type `dtype`."""
 
-    @abstractmethod
-    def pack(self) -> Mlp:
-        """See Linear.pack."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(self.encode(x), x.dtype)
 
@@ -45,10 +41,6 @@ class Branches(ABC):
     @abstractmethod
     def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Second step: the products with `operand`, which `encode` made of an input of type `dtype`."""
-
-    @abstractmethod
-    def pack(self) -> Branches:
-        """See Linear.pack."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.product(self.encode(x), x.dtype)
@@ -67,9 +59,6 @@ class Each(Branches):
     def product(self, operand: tuple[Any, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = operand
         return self.first.product(first, dtype), self.second.product(second, dtype)
-
-    def pack(self) -> Each:
-        return Each(self.first.pack(), self.second.pack())
 
 
 @dataclass(frozen=True)
@@ -101,9 +90,6 @@ class OneProduct(Branches):
         first, second = self.both.product(operand, dtype).chunk(2, dim=-1)
         return first, second
 
-    def pack(self) -> OneProduct:
-        return OneProduct(self.both.pack())
-
 
 @dataclass(frozen=True)
 class OneInput(Branches):
@@ -117,9 +103,6 @@ class OneInput(Branches):
 
     def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return self.first.product(operand, dtype), self.second.product(operand, dtype)
-
-    def pack(self) -> OneInput:
-        return OneInput(self.first.pack(), self.second.pack())
 
 
 def one_input(first: Linear, second: Linear) -> bool:
@@ -144,9 +127,6 @@ class GatedMlp(Mlp):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         activated, gate = self.branches.product(operand, dtype)
         return self.proj.product(swiglu(activated, gate, self.proj.encode), dtype)
-
-    def pack(self) -> GatedMlp:
-        return GatedMlp(self.branches.pack(), self.proj.pack())
 
 
 def make_branches(first: Linear, second: Linear) -> Branches:

@@ -1,13 +1,13 @@
 """Weights of a model for the runtime: interface of weight sources, and the source that reads rank files.
 
 Tensors are memory-mapped and checked against the config. They share the page cache's memory; only a cast to
-another type, a decoding, another device, or packing for a CPU's products copies them.
+another type, a decoding or another device copies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,7 +28,6 @@ from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.matmul import packed
 from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
 
 TORCH_DTYPE = {
@@ -55,10 +54,6 @@ class LayerShard:
     mlp: Mlp  # h -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
     head_norms: HeadNorms | None  # of q and k, in families that have them
-
-    def pack(self) -> LayerShard:
-        """See Linear.pack."""
-        return replace(self, qkv=self.qkv.pack(), dense=self.dense.pack(), mlp=self.mlp.pack())
 
 
 class Head(NamedTuple):
@@ -112,10 +107,9 @@ def load_weights(
 
 
 def load_all(source: WeightSource) -> Weights:
-    """Read all parts of `source`, and pack them."""
-    indices, head = range(source.config.num_hidden_layers), source.head()
-    layers = tuple(tuple(shard.pack() for shard in source.layer(index)) for index in indices)
-    return Weights(source.embedding(), layers, head._replace(parts=tuple(packed(part) for part in head.parts)))
+    """Read all parts of `source`."""
+    layers = tuple(source.layer(index) for index in range(source.config.num_hidden_layers))
+    return Weights(source.embedding(), layers, source.head())
 
 
 class RankFiles:

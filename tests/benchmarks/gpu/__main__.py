@@ -33,7 +33,7 @@ from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
 
-SECTIONS = ("accuracy", "folders", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
+SECTIONS = ("families", "accuracy", "folders", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
 
@@ -69,7 +69,9 @@ def main() -> int:
             print(f"{name} is left out: {reason}", flush=True)
             continue
         keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
-        if name in ("accuracy", "folders"):
+        if name == "families":
+            sections.families(place, keeper.result)
+        elif name in ("accuracy", "folders"):
             getattr(sections, name)(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
         else:
             model = scratch / "llama3-8b-shaped"

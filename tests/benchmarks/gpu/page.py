@@ -66,6 +66,32 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+def _families(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    rows = []
+    for row in result["rows"]:
+        exact, half = row["float32"], row["bfloat16"]
+        settings = ", ".join(f"{name} {value}" for name, value in row["settings"].items() if value is not None)
+        parted = sum(half["before"]) / len(half["before"])
+        rows.append(
+            f"| {row['family']} | {settings} | {exact['same']} of {len(exact['before'])} "
+            f"| {'yes' if exact['alone'] else 'no'} | {half['same']} | {parted:.0f} |"
+        )
+    return "\n".join(
+        [
+            "## Families in the reference runtime\n",
+            _where(section),
+            "A model of 4 layers of random weights, 20 prompts of 64 tokens, 64 new tokens each, greedy: the reference "
+            "runtime's\nanswers and transformers' in float32, both on the GPU.\n",
+            "| family | its settings | float32: the same answers | one request alone too | bfloat16: the same answers "
+            "| tokens before they part |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            _commands(section),
+        ]
+    )
+
+
 def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     rows = _pairs(result)
     greedy = [
@@ -323,6 +349,6 @@ def _decoded(steps: Mapping[str, Any]) -> str:
 
 
 WRITERS = {
-    "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference,
-    "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
+    "families": _families, "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache,
+    "reference": _reference, "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
 }  # fmt: skip

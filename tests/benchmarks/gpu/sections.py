@@ -39,6 +39,11 @@ PROMPTS = (
 NEW = 48
 
 
+def families(place: Place, out: dict[str, Any]) -> None:
+    """A small random model of each family: the reference runtime's greedy answers on the GPU, and transformers'."""
+    out["rows"] = place.inside("families", scratch=str(place.scratch / "families"))["rows"]
+
+
 def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> None:
     """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
     from tokenizers import Tokenizer

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 import torch
 
 from trtpipe.engines.accuracy.watch import Count, _watch_branches
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.quantize.algorithms import make_linear
-from trtpipe.engines.reference import matmul
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked
-from trtpipe.engines.reference.matmul import e4m3_operand
 from trtpipe.engines.reference.mlp import Each, OneInput, OneProduct, make_branches
 from trtpipe.engines.reference.number_formats import (
     pack_e2m1,
@@ -144,41 +141,6 @@ def test_products_of_16_bits_are_summed_in_32(
     out = Plain(weight)(torch.ones(rows, 4097, dtype=dtype))
     assert out.dtype == dtype
     assert out.tolist() == [[2.0]] * rows
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 33, 130])
-def test_a_packed_linear_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int) -> None:
-    # A weight of 16 bits is converted in parts of three rows, the last of one row.
-    monkeypatch.setattr(matmul, "_CONVERTED", 3 * 40)
-    # Whole numbers with sums below 2^8, which every type holds exactly.
-    weight = (torch.arange(10 * 40).reshape(10, 40) % 5 - 2).to(dtype)
-    x = (torch.arange(rows * 40).reshape(rows, 40) % 3 - 1).to(dtype)
-    codes = e4m3_operand(weight.to(torch.float8_e4m3fn), dtype)
-    linears = Stacked((
-        Plain(weight), Smoothed(2 * torch.ones(40, dtype=dtype), Plain(weight)),
-        Fp8(codes, input_scale=f32(1), output_scale=f32(0.5)),
-    ))  # fmt: skip
-    exact = x.double() @ weight.double().t()
-    out = linears.pack()(x)
-    assert out.dtype == dtype
-    assert out.double().tolist() == torch.cat([exact, 2 * exact, exact / 2], dim=-1).tolist()
-
-
-def test_weights_in_float32_are_packed_where_torch_has_onednn() -> None:
-    linear = Plain(torch.ones(2, 3)).pack()
-    assert linear.weight.is_mkldnn == torch.backends.mkldnn.is_available()
-    assert linear.weight.shape == (2, 3)
-
-
-def test_products_of_any_number_of_rows_keep_little_memory() -> None:
-    weight = matmul.packed(torch.ones(32, 32))
-    process = psutil.Process()
-    before = process.memory_info().rss
-    for rows in range(1, 300):
-        matmul.multiply(torch.ones(rows, 32), weight)
-    # oneDNN keeps 0.5 MB for each number of rows that it is called with.
-    assert process.memory_info().rss - before < 50 << 20
 
 
 def test_plain_and_stacked() -> None:
