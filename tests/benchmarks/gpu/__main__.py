@@ -143,7 +143,8 @@ def about(gpus: tuple[Gpu, ...], found: dict[str, Any], beside: str) -> dict[str
 
 def versions() -> dict[str, str]:
     """Of this environment."""
-    return {name: importlib.metadata.version(name) for name in ("nvidia-pytriton", "nvidia-modelopt")}
+    found = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+    return {name: found[name] for name in ("nvidia-pytriton", "nvidia-modelopt") if name in found}
 
 
 if __name__ == "__main__":

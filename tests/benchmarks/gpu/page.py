@@ -20,7 +20,8 @@ ABSENT = """\
 MISSING = {
     "folders": """\
 - **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them, `verify` computes
-  with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was not measured.
+  with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was measured with small
+  models of random weights alone ([vllm.md](vllm.md)).
 """,
     "kv_cache": """\
 - **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
