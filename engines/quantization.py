@@ -159,7 +159,8 @@ class QuantAlgo(str, enum.Enum):
             # Its loader is the only one that would quantize the embedding, and its scales are not written.
             exclude=("lm_head", "transformer.vocab_embedding"),
             formats=FORMATS,
-            expert_formats=("trtllm", COMPRESSED_TENSORS),
+            # vLLM's kernel for experts of INT8 weights wants groups of inputs that share a scale.
+            expert_formats=("trtllm",),
         ),
     )
     W4A16_AWQ = (
@@ -417,7 +418,7 @@ def _automatic(gpu: GpuSpec, runtime: str | None, *, experts: bool) -> tuple[str
     why = f"SM{gpu.sm} has no FP8, and computes INT8"
     if experts:
         algo, name, why = QuantAlgo.W8A16, "int8-wo", f"SM{gpu.sm} has no FP8, and experts take no INT8 inputs"
-    if runtime is not None and not reads(runtime, algo):
+    if runtime is not None and not reads(runtime, algo, experts=experts):
         return "bf16", f"SM{gpu.sm} has no FP8, and {runtime} reads no INT8 that would do"
     return name, why
 

@@ -198,9 +198,10 @@ def runtimes_of(algo: QuantAlgo | None) -> list[str]:
     return [runtime for runtime in BACKENDS if not load_backend(runtime).ANYWHERE and reads(runtime, algo)]
 
 
-def reads(runtime: str, algo: QuantAlgo | None) -> bool:
-    """Whether some checkpoint format brings `algo` to `runtime`."""
-    return _form(load_backend(runtime), algo) is not None
+def reads(runtime: str, algo: QuantAlgo | None, *, experts: bool = False) -> bool:
+    """Whether some checkpoint format brings `algo` to `runtime`, of a model with experts where `experts` says so."""
+    form = _form(load_backend(runtime), algo)
+    return form is not None and (not experts or algo is None or form in algo.row.expert_formats)
 
 
 def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:

@@ -113,10 +113,13 @@ def test_groups_of_experts_that_a_runtime_has_not(in_folder: Path) -> None:
         plan(hf_folder(in_folder / "dense"), gpu="h100", dtype="bf16", runtime="trtllm_pytorch", tp=4, moe_ep=2)
 
 
-@pytest.mark.parametrize(("gpu", "dtype"), [("a100", "int8-wo"), ("h100", "fp8-kv")])
-def test_the_automatic_precision_of_a_model_with_experts(in_folder: Path, gpu: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "runtime", "dtype"),
+    [("a100", "tensorrt_llm", "int8-wo"), ("a100", "vllm", "bf16"), ("h100", "tensorrt_llm", "fp8-kv")],
+)
+def test_the_automatic_precision_of_a_model_with_experts(in_folder: Path, gpu: str, runtime: str, dtype: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
-    chosen = plan(hf_folder(in_folder / "tiny", **sizes, **MIXTRAL), gpu=gpu, dtype="auto", runtime="tensorrt_llm")
+    chosen = plan(hf_folder(in_folder / "tiny", **sizes, **MIXTRAL), gpu=gpu, dtype="auto", runtime=runtime)
     assert chosen.precision.name == dtype
     # On another machine the family is not known again.
     assert read_spec(chosen.to_json(), "spec").precision.name == dtype
