@@ -135,10 +135,10 @@ def run(scratch: Path) -> None:
 
 def error(log: str) -> str:
     """What vLLM refused a folder with, from its log: the last exception, without what pydantic adds to it; or ""."""
-    found = re.findall(r"^(?:\[rank0\]: )?[\w.]*(?:Error|Exception): .*(?:\n +Value error, .*)?", log, re.MULTILINE)
-    if not found:
-        return ""
-    said = found[-1].split("Value error, ")[-1]
+    found: list[str] = re.findall(
+        r"^(?:\[rank0\]: )?[\w.]*(?:Error|Exception): .*(?:\n +Value error, .*)?", log, re.MULTILINE
+    )
+    said = found[-1].split("Value error, ")[-1] if found else ""
     return said.partition(" [type=")[0].partition(". Please")[0]
 
 
