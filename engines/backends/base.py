@@ -199,7 +199,7 @@ def runtimes_of(algo: QuantAlgo | None) -> list[str]:
 
 
 def reads(runtime: str, algo: QuantAlgo | None, *, experts: bool = False) -> bool:
-    """Whether some checkpoint format brings `algo` to `runtime`, of a model with experts where `experts` says so."""
+    """Whether `runtime` reads a checkpoint format that holds `algo`; with `experts`, one that holds experts so."""
     form = _form(load_backend(runtime), algo)
     return form is not None and (not experts or algo is None or form in algo.row.expert_formats)
 

@@ -134,7 +134,7 @@ def run(scratch: Path) -> None:
 
 
 def error(log: str) -> str:
-    """What vLLM refused a folder with, from its log: the last exception, without what pydantic adds to it; or ""."""
+    """vLLM's reason for refusing a folder: the last exception of its log, without pydantic's additions; "" for none."""
     found: list[str] = re.findall(
         r"^(?:\[rank0\]: )?[\w.]*(?:Error|Exception): .*(?:\n +Value error, .*)?", log, re.MULTILINE
     )
