@@ -27,7 +27,7 @@ from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear, Stacked
 from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE, MappedTensors
-from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
+from trtpipe.engines.reference.mlp import GatedMlp, Mlp, OneProduct, make_branches
 from trtpipe.engines.reference.stored_linear import cache_scale, read_linear
 from trtpipe.engines.reference.weights import (
     CPU,
@@ -115,8 +115,8 @@ class QuantizedFolder:
         facts, mlps = self.config.experts, self._names.mlps
         linears = [[self._linear(prefix + name) for name in mlp] for mlp in mlps]
         if facts is None:
-            gate, up, down = linears[0]
-            return GatedMlp(make_branches(gate, up), down)
+            *inputs, down = linears[0]
+            return GatedMlp(make_branches(*inputs) if len(inputs) > 1 else OneProduct(*inputs), down)
         router = self._tensors[f"{prefix}{self._names.router}.weight"].float()
         return ExpertMlp(facts, router, 0, [Expert(Stacked((up, gate)), down) for gate, up, down in linears])
 
@@ -151,10 +151,10 @@ class _Planned(Mapping[str, torch.Tensor]):
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # A single rank takes every piece whole.
+        # A single rank takes all columns.
         plan = self._plans[name]
         dtype = self._dtype if plan.dtype is None else STORED_DTYPE[plan.dtype]
-        pieces = [self._source[piece.source].to(dtype) for piece in plan.pieces]
+        pieces = [self._source[piece.source][slice(*piece.rows)].to(dtype) for piece in plan.pieces]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces).view(plan.shape)
 
     def __contains__(self, name: object) -> bool:

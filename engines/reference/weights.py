@@ -28,7 +28,7 @@ from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
+from trtpipe.engines.reference.mlp import Branches, GatedMlp, Mlp, OneProduct, make_branches
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -210,6 +210,11 @@ def read_layer(
     def vector(name: str) -> torch.Tensor | None:
         return tensors[name].to(dtype) if name in tensors else None
 
+    def branches() -> Branches:
+        if f"{mlp}gate.weight" in tensors:
+            return make_branches(linear(mlp + "fc."), linear(mlp + "gate."))
+        return OneProduct(linear(mlp + "fc."), activated=1)
+
     codec = None
     if cache is not None:
         scale = tensors[attention + "kv_cache_scaling_factor"]
@@ -221,7 +226,7 @@ def read_layer(
         dense=linear(attention + "dense."),
         dense_bias=vector(attention + "dense.bias"),
         post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
-        mlp=GatedMlp(make_branches(linear(mlp + "fc."), linear(mlp + "gate.")), linear(mlp + "proj."))
+        mlp=GatedMlp(branches(), linear(mlp + "proj."))
         if config.experts is None
         else _experts(tensors, mlp, config, config.experts, dtype, tp_rank),
         kv_codec=codec,

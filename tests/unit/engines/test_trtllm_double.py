@@ -381,7 +381,7 @@ def test_a_qwen_is_built_and_not_without_its_type(tmp_path: Path, capsys: Output
         ({"architecture": "Qwen9ForCausalLM"}, "KeyError: 'Qwen9ForCausalLM'"),
         ({"architecture": "GraniteForCausalLM"}, "ContractError: the double does not know GraniteForCausalLM"),
         ({"architecture": "MixtralForCausalLM"},
-         "ContractError: hidden_act is silu, that of experts is swiglu"),
+         "ContractError: hidden_act is silu, that of one matrix is swiglu"),
         ({"dtype": "auto"}, "AssertionError: Unsupported dtype: auto"),
         ({"hidden_act": "gelu"}, "ContractError: hidden_act is gelu, Llama's is silu"),
         ({"position_embedding_type": "learned_absolute"},

@@ -134,7 +134,8 @@ def test_scaling_is_kept_as_it_stands(folder: Path) -> None:
         ({"rope_parameters": []}, "rope_parameters is not an object"),
         ({"rope_theta": "big"}, "rope_theta is 'big', not a positive number"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: TensorRT-LLM's models of this kind rotate"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: models that rotate a part of each head are not"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
 )  # fmt: skip
