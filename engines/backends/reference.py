@@ -34,7 +34,7 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""
 FIXED: dict[str, tuple[Any, str]] = {
-    "serving.max_attention_window_size": (None, "its tokens see all before them"),
+    "serving.max_attention_window_size": (None, "each layer has the window of the model's config.json"),
 }
 MEANS: dict[str, str] = {}
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")

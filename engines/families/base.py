@@ -154,4 +154,11 @@ class Family(ABC):
 
     def notices(self, model: ModelConfig) -> list[str]:
         """Notices for the user about a conversion that keeps all weights."""
-        return []
+        if not model.attention_windows:
+            return []
+        window, every = min(model.attention_windows), len(set(model.attention_windows)) == 1
+        remedy = f"; set max_attention_window_size {window} when serving longer sequences with Triton" if every else ""
+        return [
+            f"{'the model attends' if every else 'some layers attend'} within a sliding window of {window} tokens, "
+            f"which TensorRT-LLM takes from runtime_defaults of config.json where serving sets no other{remedy}"
+        ]

@@ -15,7 +15,6 @@ from trtpipe.engines.families.base import Family
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Geometry, ModelConfig
 
-
 # `hidden_act` of a checkpoint whose gate and up are one matrix; with another, TensorRT-LLM's has half as many rows.
 SWIGLU = "swiglu"
 

@@ -47,9 +47,7 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
             yield whole(f"{name.removesuffix(f'{linear}.weight')}{one}.{suffixes[one]}", (), "F32")
 
 
-def _linear(
-    name: str, shape: tuple[int, ...], quantization: Quantization, *, folded: bool
-) -> Iterator[TensorPlan]:
+def _linear(name: str, shape: tuple[int, ...], quantization: Quantization, *, folded: bool) -> Iterator[TensorPlan]:
     algo, stem, (out, width) = quantization.quant_algo, name.removesuffix("weight"), shape
     if algo is None:
         yield whole(name, shape, None)

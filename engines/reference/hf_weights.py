@@ -60,7 +60,7 @@ class HfFolder:
         return (self._rank[EMBEDDING],)
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
-        return (read_layer(self._rank, index, self.config, self._dtype),)
+        return (read_layer(self._rank, index, self.config, self._dtype, self.config.window(index)),)
 
     def head(self) -> Head:
         return Head(self._rank[FINAL_NORM], (self._rank[HEAD],), sharded=False)
@@ -108,6 +108,7 @@ class QuantizedFolder:
                 self._vector(f"{prefix}{names.q_norm}.weight"),
                 self._vector(f"{prefix}{names.k_norm}.weight"),
             ),
+            window=self.config.window(index),
         )
         return (shard,)
 

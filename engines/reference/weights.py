@@ -54,6 +54,7 @@ class LayerShard:
     mlp: Mlp  # h -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
     head_norms: HeadNorms | None  # of q and k, in families that have them
+    window: int | None  # most tokens that a token attends to, itself included; None for all
 
 
 class Head(NamedTuple):
@@ -158,7 +159,8 @@ class RankFiles:
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         stage, local = self._places[index]
-        return tuple(read_layer(stage[rank], local, self.config, self._dtype, rank) for rank in self._held)
+        window = self.config.window(index)
+        return tuple(read_layer(stage[rank], local, self.config, self._dtype, window, rank) for rank in self._held)
 
     def head(self) -> Head:
         last, sharding = self._stages[-1], self.config.embedding
@@ -197,8 +199,9 @@ def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.
 
 
 def read_layer(
-    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype, tp_rank: int = 0
-) -> LayerShard:
+    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype, window: int | None,
+    tp_rank: int = 0,
+) -> LayerShard:  # fmt: skip
     """Read a rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
     prefix = f"transformer.layers.{layer}."
     attention, mlp = prefix + "attention.", prefix + "mlp."
@@ -233,6 +236,7 @@ def read_layer(
         head_norms=make_head_norms(
             config, vector(attention + "q_layernorm.weight"), vector(attention + "k_layernorm.weight")
         ),
+        window=window,
     )
 
 

@@ -73,9 +73,7 @@ def test_a_restored_folder_is_transformers_model(tmp_path: Path) -> None:
     restore(tmp_path / "out", tmp_path / "back")
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        assert torch.equal(
-            AutoModelForCausalLM.from_pretrained(tmp_path / "back")(tokens).logits, model(tokens).logits
-        )
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ CASES = {
 UNLOADABLE = ("int8-wo", "fp8-block")
 
 
-
 def exported_for_trtllm() -> list[tuple[str, str]]:
     """The families and cases of which ModelOpt writes a checkpoint; it has none of a Phi-3."""
     return [(family, case) for family in ("", "qwen2", "qwen3") for case in CASES if case not in UNLOADABLE]
