@@ -394,7 +394,7 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     ranks = read_mapping(raw.get("mapping") or {}, setup)
     quant = read_quantization(raw.get("quantization") or {}, setup, path.parent)
     for key in sorted(raw.keys() - TOP_LEVEL):
-        log.warning(f"Implicitly setting {'QWenConfig' if architecture in QWEN else 'LLaMAConfig'}.{key} = {raw[key]}")
+        log.warning(f"Implicitly setting {_config_class(architecture)}.{key} = {raw[key]}")
     _refuse_silent_faults(raw)
     experts = _experts(raw, ranks, quant)
     if architecture in QWEN:
@@ -448,6 +448,10 @@ def _experts(raw: dict[str, Any], ranks: Ranks, quant: Quant) -> int:
     if quant.algo is not None and not quant.excluded("transformer.layers.0.mlp.router"):
         raise ContractError("exclude_modules does not name the routers, which would be quantized")
     return count
+
+
+def _config_class(architecture: str) -> str:
+    return "QWenConfig" if architecture in QWEN else {"Phi3ForCausalLM": "Phi3Config"}.get(architecture, "LLaMAConfig")
 
 
 def _refuse_silent_faults(raw: dict[str, Any]) -> None:
