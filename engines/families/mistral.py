@@ -18,9 +18,9 @@ class Mistral(Llama):
 
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
         model = super().read_config(architecture, fields)
-        window = None if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
-        narrow = window is not None and window < model.longest_sequence
-        return replace(model, attention_windows=(window,) if narrow else ())
+        longest = model.longest_sequence
+        window = longest if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
+        return replace(model, attention_windows=(window,) if window < longest else ())
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
         return super().hf_config(config) | {"sliding_window": config.window(0)}
