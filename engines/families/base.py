@@ -157,8 +157,8 @@ class Family(ABC):
         if not model.attention_windows:
             return []
         window, every = min(model.attention_windows), len(set(model.attention_windows)) == 1
-        remedy = f"; set max_attention_window_size {window} when serving longer sequences with Triton" if every else ""
+        remedy = f"; for its engines in Triton set max_attention_window_size {window} too" if every else ""
         return [
             f"{'the model attends' if every else 'some layers attend'} within a sliding window of {window} tokens, "
-            f"which TensorRT-LLM takes from runtime_defaults of config.json where serving sets no other{remedy}"
+            f"as runtime_defaults of config.json says: TensorRT-LLM takes it where serving sets no other{remedy}"
         ]
