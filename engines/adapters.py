@@ -8,23 +8,20 @@ what was computed with one adapter is never taken for another's.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.files import place, write_json
-from trtpipe.engines.hf.adapter import CONFIG, WEIGHTS, Adapter
-from trtpipe.engines.json_input import read_json
+from trtpipe.engines.json_input import load_json
 
 # Name of the folder beside an engine's files, and of the file in an adapter's folder with its name.
 FOLDER, INFO = "lora", "adapter.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # A change within this time of the last reading may leave the folder's time as it was.
 _TICK_NS = 50_000_000
+_MOST_INFO_BYTES = 4096
 
 
 def check_name(name: str) -> None:
@@ -80,54 +77,8 @@ def _read(folder: Path) -> list[Placed]:
     for path in folder.iterdir():
         if path.name.isdigit():
             try:
-                info = json.loads((path / INFO).read_bytes())
+                info = load_json(path / INFO, max_bytes=_MOST_INFO_BYTES)
                 out.append(Placed(str(info["name"]), int(path.name), int(info["rank"]), path))
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # removed meanwhile
-    return out
-
-
-def lay_out(adapter: Adapter, name: str, out: Path) -> Path:
-    """Write the adapter as `name` into the existing folder `out`; return its folder, which must not be there yet."""
-    digest = hashlib.sha256(f"{name}\0{adapter.rank}\0{adapter.alpha}\0{adapter.rslora}\0".encode())
-    with (adapter.folder / WEIGHTS).open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    # TensorRT-LLM reads the number as a 32-bit one; 0 is no adapter.
-    made = out / str(int.from_bytes(digest.digest()[:4], "big") >> 1 or 1)
-    made.mkdir()
-    place(adapter.folder / WEIGHTS, made / WEIGHTS)
-    # What PEFT, vLLM and the LLM API read; how it was trained stays behind.
-    write_json(
-        made / CONFIG,
-        {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": adapter.base or None,
-            "inference_mode": True,
-            "r": adapter.rank,
-            "lora_alpha": adapter.alpha,
-            "use_rslora": adapter.rslora,
-            "target_modules": list(adapter.modules),
-            "bias": "none",
-        },
-    )
-    write_json(made / INFO, {"name": name, "rank": adapter.rank})
-    return made
-
-
-def describe(folder: Path) -> list[dict[str, object]]:
-    """The adapters of a folder for a user: name, rank, base model and size."""
-    out: list[dict[str, object]] = []
-    for one in AdapterFolder(folder).all():
-        config = read_json(one.path / CONFIG, "adapter config")
-        out.append(
-            {
-                "name": one.name,
-                "rank": one.rank,
-                "modules": config.get("target_modules"),
-                "bytes": (one.path / WEIGHTS).stat().st_size,
-                "number": one.number,
-            }
-        )
     return out

@@ -1,11 +1,13 @@
-"""Reader of LoRA adapters as PEFT saves them, and their check against the model that they adapt.
+"""LoRA adapters as PEFT saves them: read, checked against the model that they adapt, and laid out for a server.
 
-A linear with an adapter computes W x + scale * B (A x), with A [rank, in] and B [out, rank]. Format: adapter_config.json
-and adapter_model.safetensors, whose tensors are named `base_model.model.` + the linear's name + `.lora_A.weight`.
+A linear with an adapter computes W x + scale * B (A x), with A [rank, in] and B [out, rank]. Format: a folder with
+adapter_config.json and adapter_model.safetensors, whose tensors are named `base_model.model.` + the linear's name +
+`.lora_A.weight`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -13,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trtpipe.engines.adapters import INFO
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.families import family_of, names_of
+from trtpipe.engines.files import place, write_json
 from trtpipe.engines.hf.folder import PICKLE_PATTERNS, LocatedTensor
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.json_input import read_json
@@ -163,7 +167,7 @@ def _linears(folder: Path, rank: int) -> dict[str, Pair]:
 
 
 def located_pairs(adapter: Adapter, model: Geometry) -> dict[tuple[int, str], Pair]:
-    """The adapter's matrices by layer and by role, one of ROLES. Raises InputDataError where they are not of `model`."""
+    """The matrices by layer and by role, one of ROLES. Raises InputDataError where they are not of `model`."""
     names, path = names_of(model), adapter.folder / WEIGHTS
     dense = {getattr(names, role): role for role in ROLES if model.experts is None or role in ROLES[:4]}
     shapes = family_of(model).layer_shapes(model)
@@ -208,3 +212,32 @@ def require_rank(adapter: Adapter, most: int) -> None:
             why="build.max_lora_rank sets the workspace of adapters",
             remedy=f"build with --set build.max_lora_rank={adapter.rank}",
         )
+
+
+def lay_out(adapter: Adapter, name: str, out: Path) -> Path:
+    """Write the adapter as `name` into the existing folder `out`; return its folder, which must not be there yet."""
+    digest = hashlib.sha256(f"{name}\0{adapter.rank}\0{adapter.alpha}\0{adapter.rslora}\0".encode())
+    with (adapter.folder / WEIGHTS).open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    # TensorRT-LLM reads the number as a 32-bit one; 0 is no adapter.
+    made = out / str(int.from_bytes(digest.digest()[:4], "big") >> 1 or 1)
+    made.mkdir()
+    place(adapter.folder / WEIGHTS, made / WEIGHTS)
+    # What PEFT, vLLM and the LLM API read; how it was trained stays behind.
+    write_json(
+        made / CONFIG,
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": adapter.base or None,
+            "inference_mode": True,
+            "r": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "use_rslora": adapter.rslora,
+            "target_modules": list(adapter.modules),
+            "bias": "none",
+        },
+    )
+    write_json(made / INFO, {"name": name, "rank": adapter.rank})
+    return made

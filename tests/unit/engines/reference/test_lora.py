@@ -13,11 +13,10 @@ import torch
 from tests.support.adapters import merged, write_adapter
 from tests.support.paths import GOLDEN
 from tests.support.random_models import random_model
-from trtpipe.engines.adapters import lay_out
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Request, RequestRefused
-from trtpipe.engines.hf.adapter import read_adapter
+from trtpipe.engines.hf.adapter import lay_out, read_adapter
 from trtpipe.engines.reference.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,7 +129,7 @@ def test_ranks_in_processes_of_their_own(llama: Case, llama_tokens: list[list[li
         shutil.copytree(llama.folder / str(llama.numbers[1]), damaged)
         weights = damaged / "adapter_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-8])
-        with pytest.raises(RequestRefused, match="does not load: .* is damaged"):
+        with pytest.raises(RequestRefused, match=r"does not load: .* is damaged"):
             runtime.submit(Request(id="x", prompt=(1,), max_tokens=1, adapter=77))
         check(llama, llama_tokens, runtime)
         shutil.rmtree(damaged)
