@@ -7,34 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trtpipe.engines.families import family_of, names_of
 from trtpipe.engines.hf.adapter import CONFIG, ROLES, WEIGHTS
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.safetensors_file import header_bytes
 
 
 def write_adapter(
     folder: Path, model: Path, *, rank: int = 4, roles: Sequence[str] = ROLES, seed: int = 0, size: float = 0.5,
-    dtype: str = "float32", **config: Any,
+    dtype: str = "F32", **config: Any,
 ) -> Path:  # fmt: skip
     """Write an adapter of the Hugging Face folder `model`; products of its matrices are about `size` large."""
-    import torch
-    from safetensors.torch import save_file
-
     facts = read_model_config(model)
     names, shapes = names_of(facts), family_of(facts).layer_shapes(facts)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
+    random = np.random.default_rng(seed)
+    tensors: list[tuple[str, np.ndarray[Any, Any]]] = []
     for layer in range(facts.num_hidden_layers):
         for role in roles:
             linear = getattr(names, role)
             out, features = shapes[f"{linear}.weight"]
             for side, shape in (("A", (rank, features)), ("B", (out, rank))):
-                matrix = torch.randn(shape, generator=generator) * (size / (rank * features) ** 0.5) ** 0.5
-                tensors[f"base_model.model.{names.layer(layer)}{linear}.lora_{side}.weight"] = matrix.to(
-                    getattr(torch, dtype)
-                )
+                matrix = random.standard_normal(shape) * (size / (rank * features) ** 0.5) ** 0.5
+                name = f"base_model.model.{names.layer(layer)}{linear}.lora_{side}.weight"
+                tensors.append((name, matrix.astype(np.float32)))
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS)
+    header, _ = header_bytes((name, dtype, matrix.shape) for name, matrix in tensors)
+    (folder / WEIGHTS).write_bytes(header + b"".join(_stored(matrix, dtype) for _, matrix in tensors))
     told = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "r": rank, "lora_alpha": 8,
         "target_modules": sorted({getattr(names, role).rpartition(".")[2] for role in roles}), "bias": "none",
@@ -42,6 +42,12 @@ def write_adapter(
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(told), encoding="utf-8")
     return folder
+
+
+def _stored(matrix: np.ndarray[Any, Any], dtype: str) -> bytes:
+    if dtype == "BF16":  # cut, not rounded
+        return (matrix.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return matrix.astype({"F32": np.float32, "F16": np.float16}[dtype]).tobytes()
 
 
 def merged(model: Any, adapter: Path) -> Any:
