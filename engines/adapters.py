@@ -78,7 +78,9 @@ def _read(folder: Path) -> list[Placed]:
         if path.name.isdigit():
             try:
                 info = load_json(path / INFO, max_bytes=_MOST_INFO_BYTES)
-                out.append(Placed(str(info["name"]), int(path.name), int(info["rank"]), path))
+                one = Placed(str(info["name"]), int(path.name), int(info["rank"]), path)
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # removed meanwhile
+            if NAME.fullmatch(one.name) and 0 < one.number < 1 << 31:
+                out.append(one)
     return out
