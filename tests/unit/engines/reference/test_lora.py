@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Request, RequestRefused
 from trtpipe.engines.hf.adapter import lay_out, read_adapter
+from trtpipe.engines.reference.linear import Int8PerToken
+from trtpipe.engines.reference.matmul import int8_operand
+from trtpipe.engines.reference.mlp import GatedMlp, make_branches
 from trtpipe.engines.reference.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,6 +178,29 @@ def test_a_runtime_without_adapters_refuses_them(llama: Case) -> None:
     runtime = Runtime(llama.engine(), device="cpu")
     with pytest.raises(RequestRefused, match="no adapter has the number 5"):
         runtime.submit(Request(id=0, prompt=(1,), max_tokens=1, adapter=5))
+
+
+def test_adapters_beside_quantized_linears_take_the_inputs_as_they_are() -> None:
+    """Each output is raised by one, so that the sums show what was added where; the inputs are not rounded to codes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(features: int, out: int) -> Int8PerToken:
+        codes = torch.randint(-127, 128, (out, features), generator=generator, dtype=torch.int8)
+        return Int8PerToken(int8_operand(codes), torch.full((out,), 0.01))
+
+    gate, up, down = linear(8, 12), linear(8, 12), linear(12, 8)
+    mlp, x = GatedMlp(make_branches(gate, up), down), torch.randn(3, 8, generator=generator)
+    seen: dict[str, torch.Tensor] = {}
+
+    def add(given: torch.Tensor, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for role, out in outputs:
+            seen[role] = given
+            out += 1
+
+    found = mlp.adapted(mlp.encode(x), x, add, x.dtype)
+    inner = torch.nn.functional.silu(gate(x) + 1) * (up(x) + 1)
+    assert torch.equal(found, down(inner) + 1)
+    assert [torch.equal(seen[role], wanted) for role, wanted in (("gate", x), ("up", x), ("down", inner))] == [True] * 3
 
 
 def test_tokens_of_peft(llama: Case) -> None:
