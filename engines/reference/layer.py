@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from trtpipe.engines.model_config import CheckpointConfig
-from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated, unchanged
+from trtpipe.engines.reference.cuda.fused import Encode, add_norm, encoded, rotated, unchanged
 from trtpipe.engines.reference.lora import StepAdapters
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
@@ -28,8 +28,8 @@ def apply_layer(
     """
     first, dtype = shards[0], hidden.dtype
     # Adapters take the input of a linear as it is before it is encoded.
-    plain = [] if adapters is None else [unchanged]
-    encoders = [shard.qkv.encode for shard in shards]
+    plain: list[Encode] = [] if adapters is None else [unchanged]
+    encoders: list[Encode] = [shard.qkv.encode for shard in shards]
     hidden, operands = add_norm(hidden, update, first.input_norm, epsilon, encoders + plain)
     if first.dense_bias is not None:
         hidden = hidden + first.dense_bias

@@ -105,7 +105,7 @@ class ParallelModel:
             self._model.load_adapter(number, folder)
         except TrtpipeError as error:
             failures.append(error)
-        failures += [error for pipe in self._pipes if (error := pipe.recv()) is not None]
+        failures += [answer for pipe in self._pipes if (answer := pipe.recv()) is not None]
         if failures:
             self.drop_adapter(number)
             raise failures[0]

@@ -1,5 +1,7 @@
 """Throughput of one batch with 0, 1, 8 and 32 LoRA adapters on the reference runtime, measured in turns in one run.
 
+On a CPU the times are those of the processor, with one thread: other programs do not count.
+
 `python -m tests.benchmarks.lora --model FOLDER` with a Hugging Face folder; the rows are those of docs/lora.md.
 """
 
@@ -10,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,21 +48,21 @@ def engine(model: Path, work: Path, dtype: DataType) -> tuple[Path, list[int]]:
     return out, numbers
 
 
-def run(runtime: Runtime, adapters: list[int], new: int) -> tuple[float, float]:
+def run(runtime: Runtime, adapters: list[int], new: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds until every prompt is computed, and output tokens a second after that."""
     for index in range(BATCH):
         adapter = adapters[index % len(adapters)] if adapters else 0
         prompt = tuple(100 + (index * 7 + place) % 1000 for place in range(PROMPT))
         runtime.submit(Request(id=index, prompt=prompt, max_tokens=new, adapter=adapter))
-    begin = time.perf_counter()
+    begin = clock()
     seen: set[int] = set()
     while len(seen) < BATCH:
         seen |= {output.id for output in runtime.step()}
-    prompts = time.perf_counter()
+    prompts = clock()
     tokens = 0
     while runtime.has_work:
         tokens += sum(len(output.tokens) for output in runtime.step())
-    return prompts - begin, tokens / (time.perf_counter() - prompts)
+    return prompts - begin, tokens / (clock() - prompts)
 
 
 def main() -> None:
@@ -67,11 +70,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", type=DataType, default=DataType.FLOAT32)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as work:
         folder, numbers = engine(args.model, Path(work), args.dtype)
         runtime = Runtime(
@@ -80,10 +83,10 @@ def main() -> None:
         )  # fmt: skip
         found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         for count in COUNTS:  # loads the adapters
-            run(runtime, numbers[:count], 2)
+            run(runtime, numbers[:count], 2, clock)
         for _ in range(args.rounds):
             for count in COUNTS:
-                found[count].append(run(runtime, numbers[:count], args.tokens))
+                found[count].append(run(runtime, numbers[:count], args.tokens, clock))
         print("| adapters | prompts, s | output tokens/s | of none |\n|---|---|---|---|")
         none = statistics.median(rate for _, rate in found[0])
         for count, rows in found.items():
