@@ -38,12 +38,14 @@ class Span(NamedTuple):
     start   position of the first token; the tokens before it are in the cache
     blocks  the request's blocks, enough for start + len(tokens) positions
     logits  number of last tokens whose logits are requested
+    adapter number of the request's adapter; 0 for none
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     logits: int
+    adapter: int = 0
 
 
 # Window of some layers -> their mask of a step, or None.

@@ -117,7 +117,7 @@ class QuantizedFolder:
         linears = [[self._linear(prefix + name) for name in mlp] for mlp in mlps]
         if facts is None:
             *inputs, down = linears[0]
-            return GatedMlp(make_branches(*inputs) if len(inputs) > 1 else OneProduct(*inputs), down)
+            return GatedMlp(make_branches(*inputs) if len(inputs) > 1 else OneProduct(inputs[0]), down)
         router = self._tensors[f"{prefix}{self._names.router}.weight"].float()
         return ExpertMlp(facts, router, 0, [Expert(Stacked((up, gate)), down) for gate, up, down in linears])
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from trtpipe.engines.reference.cuda.fused import Encode, swiglu
+from trtpipe.engines.reference.cuda.fused import Encode, swiglu, unchanged
 from trtpipe.engines.reference.linear import Fp8, Fp8Block, Int8, Linear, Nvfp4, Plain
+from trtpipe.engines.reference.lora import Add
 
 
 class Mlp(ABC):
@@ -26,6 +27,10 @@ class Mlp(ABC):
     @abstractmethod
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         """Second step, with what `encode` made of an input of type `dtype`."""
+
+    def adapted(self, operand: Any, x: torch.Tensor, add: Add, dtype: torch.dtype) -> torch.Tensor:
+        """`product` with adapters; `x` is the input of which `operand` was made. Experts have none."""
+        return self.product(operand, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(self.encode(x), x.dtype)
@@ -131,6 +136,15 @@ class GatedMlp(Mlp):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         activated, gate = self.branches.product(operand, dtype)
         return self.proj.product(swiglu(activated, gate, self.proj.encode), dtype)
+
+    def adapted(self, operand: Any, x: torch.Tensor, add: Add, dtype: torch.dtype) -> torch.Tensor:
+        activated, gate = self.branches.product(operand, dtype)
+        # TensorRT-LLM's gate is up_proj.
+        add(x, [("gate", activated), ("up", gate)])
+        inner = swiglu(activated, gate, unchanged)
+        out = self.proj.product(self.proj.encode(inner), dtype)
+        add(inner, [("down", out)])
+        return out
 
 
 def make_branches(first: Linear, second: Linear) -> Branches:

@@ -230,16 +230,17 @@ def test_what_a_model_thinks_is_streamed_and_not_told_again(qwen: Model) -> None
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         assert spoken(await events(client, CHAT, chat())) == f"{thought}Yo"
-        for settings, wanted in (({}, prompt), (loud, prompt), (silent, f"{prompt}<think>\n\n</think>\n\n")):
-            await client.post(CHAT, json={**chat(), **settings})
+        asked: dict[str, Any]
+        for asked, wanted in (({}, prompt), (loud, prompt), (silent, f"{prompt}<think>\n\n</think>\n\n")):
+            await client.post(CHAT, json={**chat(), **asked})
             assert triton.asked.pop().prompt == tokens_of(folder, wanted)
         again = [{**m, "content": f"{thought}Yo"} if m["role"] == "assistant" else m for m in TALK]
         await client.post(CHAT, json={**chat(), "messages": again})
         assert triton.asked.pop().prompt == tokens_of(folder, qwen.kind.prompts[1])
         # A setting is no way to other messages.
         unlike = {"chat_template_kwargs": {"messages": "x", "add_generation_prompt": False}}
-        for settings, wanted in ((silent, f"{prompt}<think>\n\n</think>\n\n"), (unlike, prompt)):
-            told = await client.post("/tokenize", json={"messages": chat()["messages"], **settings})
+        for asked, wanted in ((silent, f"{prompt}<think>\n\n</think>\n\n"), (unlike, prompt)):
+            told = await client.post("/tokenize", json={"messages": chat()["messages"], **asked})
             assert told.json()["tokens"] == tokens_of(folder, wanted)
         refused = await client.post(CHAT, json=chat(chat_template_kwargs={"x": [1]}))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs.x")
