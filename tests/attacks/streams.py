@@ -18,6 +18,9 @@ import psutil
 
 from tests.e2e.conftest import Cli
 from tests.support.kserve import infer_inputs
+from trtpipe.pipeline.cli.console_serve import facts
+from trtpipe.pipeline.serving.servers import recorded
+from trtpipe.pipeline.store.store import Store
 
 # What no client gets to the end of while a test looks at it.
 LONG = 8000
@@ -44,8 +47,9 @@ class Attacked:
         return int(self.record["pid"])
 
     def refresh(self) -> None:
-        records = json.loads(self.cli.ok("ps", "--json").out)
-        self.record = next((record for record in records if record["server"] == self.name), self.record)
+        """Read its record anew, as `trtpipe ps --json` shows it."""
+        found = (facts(server) for server in recorded(Store(self.cli.home)) if server.name == self.name)
+        self.record = next(found, self.record)
 
     def state(self) -> dict[str, Any]:
         """What the store knows of it: the pids of gateway and watchdog too."""
@@ -86,12 +90,8 @@ class Attacked:
         """Whether every door answers."""
         with suppress(httpx.HTTPError, ValueError):
             for model in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
-                reply = httpx.post(
-                    f"{self.record['http']}/v2/models/{model}/generate",
-                    json=ask(model, 2, stream=False),
-                    timeout=60,
-                    verify=False,
-                )
+                url = f"{self.record['http']}/v2/models/{model}/generate"
+                reply = httpx.post(url, json=ask(model, 2, stream=False), timeout=60, verify=False)
                 if "error" in reply.json():
                     return False
             return self.completion(2).status_code == 200
