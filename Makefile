@@ -43,7 +43,8 @@ check: $(READY) ## formatting, lint and types
 ALONE := real or clock
 # Files with a mark: a process takes 20 seconds to import all others.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
-SHARED := -n auto --dist loadfile
+# Three processes on two processors: a third of their time they wait.
+SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
@@ -51,9 +52,8 @@ test: environments check ## everything: the checks, the unit tests, attacks, and
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'real and not (clock or slow)' $(call MARKED,real)
 	$(BIN)/python -m pytest -m 'clock and not slow' $(call MARKED,clock)
 
-# Three processes on two processors: a third of their time they wait.
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
 test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
