@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Any, TypeVar
 
 from trtpipe.engines.errors import TrtpipeError, UsageError
@@ -128,7 +128,11 @@ class _Session:
         if self._report.interrupted:
             return
 
+        begun = monotonic()
+
         async def measure(load: Load, repeat: int) -> tuple[LoadPointResult, Trial]:
+            if search.limit_s is not None and monotonic() - begun > search.limit_s:
+                raise Unmeasurable(f"its {search.limit_s:.0f} s were over")
             for _ in range(search.repeats):  # a busy moment of the client is no reason to end the search
                 result = await self._measure(number, target, load, repeat)
                 if self._report.interrupted:
