@@ -34,7 +34,7 @@ class Search:
     known       whether the user gave that rate; otherwise the server's own time for one request determines it
     precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
     repeats     most runs of one rate
-    limit_s     seconds after which no further run begins; None for no limit
+    limit_s     seconds after which the run ends with what it has found; None for no limit
     """
 
     goal: str

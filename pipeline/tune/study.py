@@ -82,7 +82,7 @@ class Run:
                 met=result.load["rate"] in passed,
             )
             for result in bench.results
-            if result.load["kind"] == "open"
+            if result.load["kind"] == "open" and not result.interrupted
         ]
         judged = bool(found.steps) or found.ended == ALONE_MISSES
         rate = found.rate if found.rate is not None else 0.0 if judged else None
