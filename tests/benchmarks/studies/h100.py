@@ -54,8 +54,8 @@ def _answer() -> list[str]:
     return [
         f"**In short**, for Llama 3 8B within {' and '.join(OBJECTIVES)}, {CHAT[0]} tokens in and {CHAT[1]} out, one "
         f"SXM card each: an H100 in FP8 serves {times(gains[0])} what an A100 in FP16 does, {said[won[0]]} of "
-        f"{price:g}x; in FP16 {times(gains[1])}, {said[won[1]]}. A single stream gains little where both cards read the same bytes at "
-        "the same speed. It pays under load, and in FP8.",
+        f"{price:g}x; in FP16 {times(gains[1])}, {said[won[1]]}. A single stream gains little where both "
+        "cards read the same bytes at the same speed. It pays under load, and in FP8.",
         "",
     ]
 
@@ -140,8 +140,8 @@ def _claims() -> list[str]:
             ["model", "in / out", "throughput", "first token H100, ms", "A100, ms", "as early"], rows
         ),
         "Where attention has keys and values for every head (Llama 2 7B, GPT-J), FP8 also doubles the requests that "
-        f"fit. By the data sheets an H100 has {times(_sheet('fp16'))} an A100's products in FP16, {times(_sheet('fp8'))} "
-        f"in FP8, and {times(_sheet(None))} its bandwidth, which FP8 halves the bytes for.", "",
+        f"fit. By the data sheets an H100 has {times(_sheet('fp16'))} an A100's products in FP16, "
+        f"{times(_sheet('fp8'))} in FP8, and {times(_sheet(None))} its bandwidth, which FP8 halves the bytes for.", "",
     ]  # fmt: skip
 
 
@@ -182,8 +182,9 @@ def _pays() -> list[str]:
         f"{CHAT[0]} tokens in and {CHAT[1]} out; an hour of an A100 costs 1, of an H100 {price:g}.", "",
         *table(columns, rows),
         f"Below about {text(old)} requests/s one A100 is enough, and the second price buys nothing but time to the "
-        f"first token. Beside an A100 that is always busy, an H100 pays when it is busy in FP8 {said[0]}, in FP16 {said[1]}. "
-        f"It pays up to {times(breaks[0])} of an A100's price in FP8, and up to {times(breaks[1])} in FP16.", "",
+        f"first token. Beside an A100 that is always busy, an H100 pays when it is busy in FP8 {said[0]}, in FP16 "
+        f"{said[1]}. It pays up to {times(breaks[0])} of an A100's price in FP8, and up to "
+        f"{times(breaks[1])} in FP16.", "",
         "Short or occasional work that leaves either card idle costs its rent: there the cheaper card is right, as the "
         "study says. Ask with your own prices, load and objectives: "
         "`trtpipe plan --model llama3-8b --gpu a100,h100 --dtype fp16,fp8 --price a100=1 --price h100=2 --rate 20 "

@@ -21,7 +21,7 @@ from tests.benchmarks.studies.predictions import (
 )
 from trtpipe.configs import facts
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.memory import kv_token_bytes
+from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.pipeline.bench.load.lengths import parse
@@ -117,20 +117,26 @@ def _cache() -> list[str]:
         ["FP16, grouped queries, as the model is", _gib(_token_bytes(model) * tokens)],
         ["FP8, grouped queries", _gib(fp8.memory.kv_token * TP * tokens)],
     ]
-    parameters = 2.0 * fp8.cost.counts.parameters * TP
+    operations = 2.0 * _parameters(model)
     return [
         "## The KV cache", "",
         f"Llama 2 70B, a batch of {BATCH} with {CONTEXT:,} tokens each:", "",
         *table(["cache", "GiB"], rows),
-        f"Without a cache each new token computes all earlier ones again: {parameters:.3g} operations for each of "
-        f"them, {parameters / _token_bytes(alone):,.0f} for each byte of the review's cache, and "
-        f"{parameters / _token_bytes(model):,.0f} for each byte of the model's own. The review counts some 16,000 "
+        f"Without a cache each new token computes all earlier ones again: {operations:.3g} operations for each of "
+        f"them, {operations / _token_bytes(alone):,.0f} for each byte of the review's cache, and "
+        f"{operations / _token_bytes(model):,.0f} for each byte of the model's own. The review counts some 16,000 "
         "for a byte: it counts computing keys and values alone, of all tokens at once.", "",
     ]  # fmt: skip
 
 
 def _token_bytes(model: ModelConfig) -> int:
     return kv_token_bytes(model, DataType.FLOAT16, Mapping(), UNQUANTIZED)
+
+
+def _parameters(model: ModelConfig) -> float:
+    """Those of the layers, which compute every token."""
+    every = rank_bytes(model, DataType.FLOAT16, Mapping(), UNQUANTIZED) / 2
+    return every - 2 * model.vocab_size * model.hidden_size  # embeddings and head
 
 
 def _gib(size: float) -> str:
@@ -143,11 +149,8 @@ def _bounds() -> list[str]:
     rows = []
     for gpu in ("h20", "a800"):
         spec = facts.find_gpu(gpu)
-        option = planned(gpu, MODEL, "fp16", TP).option
-        assert option is not None
         assert spec.nvlink_gbs is not None
-        counts = option.cost.counts
-        compute = 2 * counts.parameters * TP / counts.layers / (spec.tflops["fp16"] * 1e12)
+        compute = 2 * _parameters(model) / model.num_hidden_layers / (spec.tflops["fp16"] * 1e12)
         # Two all-reduces, of which each sends and gets twice the hidden values of 16 bits.
         link = 2 * 2 * hidden * 2 / (spec.nvlink_gbs * 1e9)
         rows.append(
@@ -227,7 +230,7 @@ def _effect(name: str, changes: list[WhatIf], begins: str) -> list[str] | None:
 
 def _longest(batch: int) -> float:
     """Longest of `batch` answers over their mean, on average."""
-    drawn = parse("lognormal:256,0.6").tokens(generator((0, 4)), 1000 * batch).reshape(1000, batch)
+    drawn = parse("lognormal:256,0.6", "answers").tokens(generator((0, 4)), 1000 * batch).reshape(1000, batch)
     return float(drawn.max(axis=1).mean() / drawn.mean())
 
 
