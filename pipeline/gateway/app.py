@@ -144,6 +144,7 @@ class Gateway:
             continuous_usage=asked.continuous_usage,
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
+            tools=prepared.tools,
         )
         return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
 

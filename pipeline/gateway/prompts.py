@@ -24,6 +24,7 @@ from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
+from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 # A text of this size is tokenised in some 10 ms, which is the cost of a process of its own.
 SMALL_BYTES = 16 << 10
@@ -34,11 +35,17 @@ STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids."""
+    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
+
+    tools  how the answer may call tools; None where it may not
+    form   form that the answer must have, as XGrammar's structural tag; None for any
+    """
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
     max_tokens: int
+    tools: ToolUse | None
+    form: str | None
 
 
 class ForkServer:
@@ -139,7 +146,8 @@ class Prompts:
             prompts.append(array("i", ids[start : start + 4 * length]))
             start += 4 * length
         _, kept = KINDS[endpoint]
-        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
+        use = ToolUse(**head["tools"]) if head["tools"] else None
+        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"], use, head["form"])
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:
         """Reply of a prompt process, see there. Raises Failure."""

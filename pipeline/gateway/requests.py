@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.messages import Message
+from trtpipe.pipeline.gateway.strict import Strict
+from trtpipe.pipeline.gateway.tools.fields import Tool, ToolFields
 
 # Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
@@ -31,13 +34,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -52,11 +52,7 @@ _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier",
 R = TypeVar("R", bound=BaseModel)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     # An extension of vLLM and TensorRT-LLM: the usage so far in every chunk.
     continuous_usage_stats: bool | None = None
@@ -67,23 +63,7 @@ class StreamOptions(_Strict):
 Settings = dict[str, str | bool | int | float | None]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class Common(_Strict):
+class Common(Strict):
     """Fields of both kinds of request; the last block is not OpenAI's, but known from other servers."""
 
     model: str
@@ -142,7 +122,7 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-class ChatRequest(ChatOptions):
+class ChatRequest(ChatOptions, ToolFields):
     messages: list[Message] = Field(min_length=1)
     # An extension of vLLM and TensorRT-LLM.
     chat_template_kwargs: Settings | None = None
@@ -171,19 +151,20 @@ class CompletionRequest(CompletionOptions):
         return given
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """vLLM's /tokenize: a text, or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
     chat_template_kwargs: Settings | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """vLLM's /detokenize."""
 
     model: str | None = None

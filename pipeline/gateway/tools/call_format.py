@@ -1,0 +1,116 @@
+"""Format in which models write tool calls: what a format's module describes, and what its reader finds."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Characters of a call that are kept until the call is complete, so that a broken one is still text of the answer. A
+# longer call is sent while it is made.
+HELD_CHARACTERS = 512
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, an object."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Complete calls, as (name, arguments as a JSON text), in the first `end` characters of a text."""
+
+    calls: tuple[tuple[str, str], ...]
+    end: int
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call whose arguments begin at the position `start` of a text, and end in a later piece."""
+
+    name: str
+    start: int
+
+
+class Wrong:
+    """The text is not a call."""
+
+
+Found = Whole | Begun | Wrong | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """One format of calls.
+
+    name       as clients of vLLM know it
+    mark       text that begins calls wherever it stands in an answer; a model may write it as a special token
+    bare       text with which calls may begin at the start of an answer, without the mark; empty for none
+    separator  text between two calls; empty where each call has its own mark
+    close      text after the last call, which a model may leave out; empty for none
+    sign       text of chat templates that ask for this format
+    short_ids  whether ids of calls are nine letters and digits, which Mistral's templates insist on
+    """
+
+    name: str
+    mark: str
+    bare: str = ""
+    separator: str = ""
+    close: str = ""
+    sign: str
+    short_ids: bool = False
+
+    def read(self, text: str, names: frozenset[str], *, first: bool, held: int, final: bool) -> Found:
+        """What stands at the start of `text`, which is behind a mark or a separator; None when that shows only later.
+
+        names  functions that may be called
+        first  whether it would be the first call behind its mark
+        held   number of characters that a call may have before its beginning is reported
+        final  whether the answer has ended
+        """
+        raise NotImplementedError
+
+    def when_required(self) -> CallFormat:
+        """The format of an answer that must be calls: this one, where `form` can say it."""
+        return self
+
+    def prefix(self) -> str:
+        """Text at the end of a prompt whose answer must be calls: what `form` leaves out of them."""
+        return ""
+
+    def form(self, functions: Sequence[Function], *, parallel: bool) -> dict[str, Any]:
+        """The form of an answer that consists of calls, in XGrammar's terms; `parallel` allows more than one."""
+        raise NotImplementedError
+
+    def call_id(self) -> str:
+        return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
+
+
+def tags(
+    functions: Sequence[Function], begin: str, end: str, *, separator: str = "", parallel: bool = False
+) -> dict[str, Any]:
+    """Calls of any of the functions as XGrammar's tags; NAME in `begin` stands for the function's name."""
+    return {
+        "type": "tags_with_separator",
+        "tags": [
+            {
+                "type": "tag",
+                "begin": begin.replace("NAME", one.name),
+                "content": {"type": "json_schema", "json_schema": one.parameters},
+                "end": end,
+            }
+            for one in functions
+        ],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def structural_tag(form: dict[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
