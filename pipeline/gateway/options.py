@@ -31,6 +31,7 @@ class ServedModel:
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
+    vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
     tool_format    name of the format in which it writes calls of tools; None where its chat template says it
     """
 
@@ -40,6 +41,7 @@ class ServedModel:
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    vocab_size: int | None = None
     tool_format: str | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked
 from trtpipe.pipeline.gateway.messages import plain, without_calls
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import (
@@ -89,19 +90,26 @@ class Preparation:
         if isinstance(asked, DetokenizeRequest):
             ids = asked.ids(text.vocab_size)
             return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
-        use, form = None, None
+        use, guide = None, asked.guide()
         if isinstance(asked, ChatRequest):
-            prompts, use, form = self._chat(asked, served)
+            prompts, use, required = self._chat(asked, served)
+            guide = required or guide
         else:
             prompts = self._prompts(asked, served)
         _, kept = KINDS[endpoint]
-        told = {
+        told: dict[str, Any] = {
             "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
             "tools": use and asdict(use),
-            "form": form,
+            "bias": list(asked.bias(text.vocab_size).items()),
+            "guide": None if guide is None else guide.to_json(),
         }
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            told["echoes"] = [
+                one if isinstance(one, str) else text.tokenizer.decode(one, skip_special_tokens=False)
+                for one in asked.prompts(self._options.max_choices)
+            ]
         return told, b"".join(array("i", prompt).tobytes() for prompt in prompts)
 
     def _served(self, name: str | None) -> ServedModel:
@@ -128,17 +136,17 @@ class Preparation:
             told["token_strs"] = [text.tokenizer.id_to_token(token) for token in ids]
         return told, array("i", ids).tobytes()
 
-    def _chat(self, asked: ChatRequest, served: ServedModel) -> tuple[list[list[int]], ToolUse | None, str | None]:
+    def _chat(self, asked: ChatRequest, served: ServedModel) -> tuple[list[list[int]], ToolUse | None, Asked | None]:
         """The prompt of a chat, how its answer may call tools, and the form that the answer must have."""
         self._check_answers(asked, 1)
         text, tools = self._texts[served.name], asked.offered()
         rendered = _rendered(text, asked, tools)
-        use, form = None, None
+        use, guide = None, None
         if tools:
-            use, form = asked.use(find_format(served.tool_format, text.template))
-            rendered += FORMATS[use.format].prefix() if use.required else ""
+            use, guide = asked.use(find_format(served.tool_format, text.template))
+            rendered += FORMATS[use.format].prefix if use.required else ""
         # The template writes the special tokens itself.
-        return [self._tokens(text, served, rendered, "messages", special=False)], use, form
+        return [self._tokens(text, served, rendered, "messages", special=False)], use, guide
 
     def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
         answers, most = prompts * (asked.n or 1), self._options.max_choices
@@ -178,7 +186,7 @@ class Preparation:
             raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
         wished = asked.limit()
         most = served.max_seq_len or INT32_MAX
-        if longest + (wished or 1) > most:
+        if longest + (wished or 1) > most:  # an engine makes one token at least
             sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
             raise wrong(f"{sides}; this model takes {most} together", param, code)
         if wished is not None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # Characters of a call that are kept until the call is complete, so that a broken one is still text of the answer. A
 # longer call is sent while it is made.
 HELD_CHARACTERS = 512
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function that the model may call. `parameters` is the JSON schema of its arguments, an object."""
-
-    name: str
-    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,8 @@ class CallFormat:
     bare       text with which calls may begin at the start of an answer, without the mark; empty for none
     separator  text between two calls; empty where each call has its own mark
     close      text after the last call, which a model may leave out; empty for none
-    sign       text of chat templates that ask for this format
+    sign       text of chat templates that ask for this format; empty where none does
+    prefix     end of a prompt whose answer must be calls
     short_ids  whether ids of calls are nine letters and digits, which Mistral's templates insist on
     """
 
@@ -62,7 +52,8 @@ class CallFormat:
     bare: str = ""
     separator: str = ""
     close: str = ""
-    sign: str
+    sign: str = ""
+    prefix: str = ""
     short_ids: bool = False
 
     def read(self, text: str, names: frozenset[str], *, first: bool, held: int, final: bool) -> Found:
@@ -70,47 +61,11 @@ class CallFormat:
 
         names  functions that may be called
         first  whether it would be the first call behind its mark
-        held   number of characters that a call may have before its beginning is reported
+        held   number of characters that a call may have before its beginning is reported; 0 where the engine is held
+               to calls, which thus are right
         final  whether the answer has ended
         """
         raise NotImplementedError
 
-    def when_required(self) -> CallFormat:
-        """The format of an answer that must be calls: this one, where `form` can say it."""
-        return self
-
-    def prefix(self) -> str:
-        """Text at the end of a prompt whose answer must be calls: what `form` leaves out of them."""
-        return ""
-
-    def form(self, functions: Sequence[Function], *, parallel: bool) -> dict[str, Any]:
-        """The form of an answer that consists of calls, in XGrammar's terms; `parallel` allows more than one."""
-        raise NotImplementedError
-
     def call_id(self) -> str:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
-
-
-def tags(
-    functions: Sequence[Function], begin: str, end: str, *, separator: str = "", parallel: bool = False
-) -> dict[str, Any]:
-    """Calls of any of the functions as XGrammar's tags; NAME in `begin` stands for the function's name."""
-    return {
-        "type": "tags_with_separator",
-        "tags": [
-            {
-                "type": "tag",
-                "begin": begin.replace("NAME", one.name),
-                "content": {"type": "json_schema", "json_schema": one.parameters},
-                "end": end,
-            }
-            for one in functions
-        ],
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
-
-
-def structural_tag(form: dict[str, Any]) -> str:
-    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)

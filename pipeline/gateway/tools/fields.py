@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trtpipe.pipeline.gateway.failure import wrong
+from trtpipe.pipeline.gateway.guides import Asked
 from trtpipe.pipeline.gateway.strict import Strict
-from trtpipe.pipeline.gateway.tools.call_format import CallFormat, Function, structural_tag
+from trtpipe.pipeline.gateway.tools import required
+from trtpipe.pipeline.gateway.tools.call_format import CallFormat
 from trtpipe.pipeline.gateway.tools.formats import FORMATS, recognise
 from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
@@ -68,21 +70,19 @@ class ToolFields(Strict):
             raise wrong("'tool_choice' is \"required\", and there are no 'tools'", "tool_choice")
         return [] if self.tool_choice == "none" else tools
 
-    def use(self, form: CallFormat) -> tuple[ToolUse, str | None]:
-        """How the answer may call the offered tools, and its form as XGrammar's structural tag where it must."""
+    def use(self, form: CallFormat) -> tuple[ToolUse, Asked | None]:
+        """How the answer may call the offered tools, and the form that it must have where it must call one."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, ToolName) else None
-        functions = [
-            Function(tool.function.name, tool.function.parameters or NO_PARAMETERS)
+        functions = {
+            tool.function.name: tool.function.parameters or NO_PARAMETERS
             for tool in self.offered()
             if named in (None, tool.function.name)
-        ]
-        required = named is not None or self.tool_choice == "required"
-        form = form.when_required() if required else form
+        }
+        must = named is not None or self.tool_choice == "required"
         # A choice of one function is a choice of one call.
         parallel = self.parallel_tool_calls is not False and named is None
-        names = tuple(one.name for one in functions)
-        use = ToolUse(format=form.name, names=names, required=required, parallel=parallel)
-        return use, structural_tag(form.form(functions, parallel=parallel)) if required else None
+        use = ToolUse(format=form.name, names=tuple(functions), required=must, parallel=parallel)
+        return use, Asked(required.guide(functions, parallel=parallel), "tools") if must else None
 
 
 def find_format(name: str | None, template: str | None) -> CallFormat:

@@ -13,8 +13,6 @@ from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
 
 # The usual order of the members, which a call must have that is reported before it is complete.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII)
-# Characters within which such a head ends.
-_HEAD_CHARACTERS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +34,11 @@ class JsonCalls(CallFormat):
         if end is not None:
             made = _call(call[:end], names)
             return Whole((made,), start + end) if made else Wrong()
-        most = max(held, _HEAD_CHARACTERS)
         if len(call) > held:
-            head = _HEAD.match(call[:most])
+            head = _HEAD.match(call[: held or None])
             if head and head[1] in names:
                 return Begun(head[1], start + head.end())
-        return Wrong() if final or len(call) > most else None
+        return Wrong() if final or (held and len(call) > held) else None
 
 
 def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:

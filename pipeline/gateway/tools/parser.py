@@ -13,6 +13,7 @@ from typing import Any
 from trtpipe.pipeline.gateway.tools.call_format import HELD_CHARACTERS, Begun, CallFormat, Whole, Wrong
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
+from trtpipe.pipeline.gateway.tools.mistral import MISTRAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class ToolUse:
 
     format    name of the format that the model writes calls in
     names     functions that may be called
-    required  whether the answer consists of calls, which then begin behind the format's prefix
+    required  whether the answer is an array of calls, to which the engine is held
     parallel  whether it may have more than one
     """
 
@@ -49,10 +50,11 @@ class CallParser:
     def __init__(self, use: ToolUse) -> None:
         self.calls: list[Call] = []
         self.over = False
-        self._format: CallFormat = FORMATS[use.format]
+        # A required answer is an array of calls, as in Mistral's format but without its mark.
+        self._format: CallFormat = MISTRAL if use.required else FORMATS[use.format]
+        self._call_id = FORMATS[use.format].call_id
         self._names = frozenset(use.names)
         self._parallel = use.parallel
-        # A required call cannot be broken.
         self._held = 0 if use.required else HELD_CHARACTERS
         self._deltas: list[dict[str, Any]] = []
         self._out: list[str] = []
@@ -61,8 +63,7 @@ class CallParser:
         self._opened = ""  # text before it that is part of the answer unless a call follows
         self._first = True  # no call has come since the last mark
         self._end = ValueEnd()
-        behind_mark = use.required and self._format.prefix()
-        self._state: Callable[[bool], bool] = self._in_call if behind_mark else self._at_start
+        self._state: Callable[[bool], bool] = self._in_call if use.required else self._at_start
 
     def push(self, piece: str, *, final: bool = False) -> str:
         """Take the next piece of the answer, `final` for its last; return what has become text of the answer."""
@@ -178,7 +179,7 @@ class CallParser:
 
     def _begin(self, name: str) -> None:
         self._space = ""
-        self.calls.append(Call(self._format.call_id(), name))
+        self.calls.append(Call(self._call_id(), name))
         call = {**self.calls[-1].message(), "function": {"name": name, "arguments": ""}}
         self._deltas.append({"index": len(self.calls) - 1, **call})
 

@@ -9,7 +9,6 @@ import warnings
 from dataclasses import dataclass
 
 from trtpipe.pipeline.gateway.tools.call_format import CallFormat, Found, Whole, Wrong
-from trtpipe.pipeline.gateway.tools.llama3_json import LLAMA3_JSON
 
 # Such a list is read when it is complete, so its length is bounded.
 MAX_CHARACTERS = 8192
@@ -30,10 +29,6 @@ class Pythonic(CallFormat):
             return Wrong() if final or len(text) > MAX_CHARACTERS else None
         calls = _calls(text[:end])
         return Whole(calls, end) if calls and all(name in names for name, _ in calls) else Wrong()
-
-    def when_required(self) -> CallFormat:
-        # A JSON schema says nothing of keyword arguments.
-        return LLAMA3_JSON
 
 
 PYTHONIC = Pythonic(
