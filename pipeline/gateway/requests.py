@@ -260,8 +260,8 @@ def quoted(name: str) -> str:
 def _place(error: ErrorDetails, raw: Any) -> str:
     """Path of an error in the body: its `loc` without the names that pydantic gives to the types a field may have."""
     out, value = [], raw
-    for part in error["loc"]:
-        if isinstance(value, dict) and (part in value or error["type"] == "missing"):
+    for left, part in enumerate(error["loc"], 1 - len(error["loc"])):
+        if isinstance(value, dict) and (part in value or (error["type"] == "missing" and left == 0)):
             out.append(str(part))
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int):

@@ -63,6 +63,9 @@ class ToolFields(Strict):
                 place = f"tools.{number}.function.name"
                 raise wrong(f"'{place}': another tool has the name '{tool.function.name}'", place)
             names.add(tool.function.name)
+            if (tool.function.parameters or NO_PARAMETERS).get("type", "object") != "object":
+                place = f"tools.{number}.function.parameters"
+                raise wrong(f"'{place}': the schema's type is not that of an object", place)
         if isinstance(self.tool_choice, ToolName):
             if self.tool_choice.function.name not in names:
                 raise wrong("'tool_choice' names a function that is not in 'tools'", "tool_choice")

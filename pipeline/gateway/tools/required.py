@@ -28,7 +28,7 @@ def guide(functions: Mapping[str, dict[str, Any]], *, parallel: bool) -> Guide:
         "type": "array",
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "minItems": 1,
-        "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in functions.items()},
+        "$defs": {name: {"type": "object"} | _moved(schema, f"#/$defs/{name}") for name, schema in functions.items()},
     }
     return Guide("json_schema", json.dumps(schema if parallel else {**schema, "maxItems": 1}, ensure_ascii=False))
 
