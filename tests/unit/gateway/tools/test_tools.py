@@ -277,7 +277,7 @@ def test_the_format_may_be_given_by_name(folders: dict[str, Path]) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         answer = (await client.post(CHAT, json=chat(tools=TOOLS))).json()
         assert answer["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
-        told = await client.post("/tokenize", json={"messages": QUESTION, "tools": TOOLS})
+        told = await client.post("/tokenize", json={"messages": chat()["messages"], "tools": TOOLS})
         assert told.json()["tokens"] == triton.asked[0].prompt
 
     ask(saying(folders["hermes"], said), folders["hermes"], scenario, model={"tool_format": "pythonic"})
