@@ -165,6 +165,7 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
             echoes=prepared.echoes,
+            guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),
         )
         return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
