@@ -29,6 +29,8 @@ class Runtime:
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    guided_decoding                paths of what it needs, by name: the folder `tokenizer_dir`. None: requests have no
+                                   guides
     kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
                                    memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
     """
@@ -43,6 +45,7 @@ class Runtime:
         enable_chunked_context: bool = True,
         kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
+        guided_decoding: dict[str, str] | None = None,
     ) -> None:
         for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
@@ -59,7 +62,8 @@ class Runtime:
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(engine),
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=guided_decoding is None,
+                tokenizer=None if guided_decoding is None else guided_decoding["tokenizer_dir"],
                 enable_prefix_caching=enable_kv_cache_reuse,
                 gpu_memory_utilization=kv_cache_free_gpu_mem_fraction,
                 disable_log_stats=True,

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trtpipe.pipeline.gateway.engine_requests import EngineRequest
-from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.failure import Failure, of_guide
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
@@ -48,6 +48,7 @@ class Order:
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     tools       how the answer may call tools; None where it may not
     echoes      text of each prompt, where its answers begin with it; else empty
+    guide_param field of the request that asks for the form of the answers; "" for none
     prompts     tokens of each prompt, where their log-probabilities are listed too; else empty
     """
 
@@ -67,6 +68,7 @@ class Order:
     likeliest: bool
     tools: ToolUse | None
     echoes: tuple[str, ...] = ()
+    guide_param: str = ""
     prompts: tuple[array[int], ...] = ()
 
     @property
@@ -324,7 +326,7 @@ class Answer(Response):
             refused = False
             for choice in self.choices:
                 if choice.generation.failure is not None and choice.finish is None:
-                    raise choice.generation.failure
+                    raise of_guide(choice.generation.failure, self.order.guide_param)
                 if choice.generation.refused is not None:
                     refused = True
                     request = self.order.requests[choice.index]

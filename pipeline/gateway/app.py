@@ -166,6 +166,7 @@ class Gateway:
             likeliest=bool(log_probs),
             tools=prepared.tools,
             echoes=prepared.echoes,
+            guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),
         )
         return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)

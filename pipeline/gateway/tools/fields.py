@@ -16,6 +16,7 @@ from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 # OpenAI's limit.
 MAX_TOOLS = 128
+# Of a function without parameters, as chat templates take it.
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -74,18 +75,25 @@ class ToolFields(Strict):
         return [] if self.tool_choice == "none" else tools
 
     def use(self, form: CallFormat) -> tuple[ToolUse, Asked | None]:
-        """How the answer may call the offered tools, and the form that it must have where it must call one."""
+        """How the answer may call the offered tools, and the form that it must have where it must call one.
+
+        Raises Failure for parameters that no answer can be held to, where one must.
+        """
         named = self.tool_choice.function.name if isinstance(self.tool_choice, ToolName) else None
-        functions = {
-            tool.function.name: tool.function.parameters or NO_PARAMETERS
-            for tool in self.offered()
+        chosen = [
+            (f"tools.{number}.function.parameters", tool.function)
+            for number, tool in enumerate(self.offered())
             if named in (None, tool.function.name)
-        }
-        must = named is not None or self.tool_choice == "required"
+        ]
         # A choice of one function is a choice of one call.
         parallel = self.parallel_tool_calls is not False and named is None
-        use = ToolUse(format=form.name, names=tuple(functions), required=must, parallel=parallel)
-        return use, Asked(required.guide(functions, parallel=parallel), "tools") if must else None
+        must = named is not None or self.tool_choice == "required"
+        names = tuple(function.name for _, function in chosen)
+        use = ToolUse(format=form.name, names=names, required=must, parallel=parallel)
+        if not must:
+            return use, None
+        schemas = {function.name: required.arguments(function.parameters, place) for place, function in chosen}
+        return use, Asked(required.guide(schemas, parallel=parallel), "tools")
 
 
 def find_format(name: str | None, template: str | None) -> CallFormat:

@@ -10,7 +10,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.sampling import Guide
+from trtpipe.pipeline.gateway import schemas
+
+
+def arguments(parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
+    """Schema of a function's arguments, an object. Raises Failure, naming the place, for one that no answer can be held
+    to."""
+    given = parameters or {}
+    usual = (
+        {} if given.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", "additionalProperties": False}
+    )
+    checked: dict[str, Any] = parse_json(schemas.checked({**usual, **given}, place))
+    return checked
 
 
 def guide(functions: Mapping[str, dict[str, Any]], *, parallel: bool) -> Guide:
@@ -28,7 +41,7 @@ def guide(functions: Mapping[str, dict[str, Any]], *, parallel: bool) -> Guide:
         "type": "array",
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "minItems": 1,
-        "$defs": {name: {"type": "object"} | _moved(schema, f"#/$defs/{name}") for name, schema in functions.items()},
+        "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in functions.items()},
     }
     return Guide("json_schema", json.dumps(schema if parallel else {**schema, "maxItems": 1}, ensure_ascii=False))
 
