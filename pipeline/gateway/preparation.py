@@ -94,7 +94,9 @@ class Preparation:
         if isinstance(asked, ChatRequest):
             prompts, use, required = self._chat(asked, served)
             if use is not None and not use.required and guide is not None:
-                why = "it holds the whole answer to a form, so that no tool could be called; require a call, or leave one out"
+                why = (
+                    "it holds the whole answer to a form, so no tool could be called; require a call, or leave one out"
+                )
                 raise wrong(f"'{guide.param}' with 'tools': {why}", guide.param, "unsupported_parameter")
             guide = required or guide
         else:

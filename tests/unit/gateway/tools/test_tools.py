@@ -137,7 +137,9 @@ def test_a_required_call_is_held_to_its_schema(folders: dict[str, Path]) -> None
         schema = json.loads(asked.raw["guided_decoding_guide"][4:])
         names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
         assert (names, schema["minItems"], "maxItems" in schema) == (["get_weather", "get_time"], 1, False)
-        assert schema["$defs"]["get_weather"] == WEATHER["function"]["parameters"]
+        closed = {"additionalProperties": False}
+        assert schema["$defs"]["get_weather"] == WEATHER["function"]["parameters"] | closed
+        assert schema["$defs"]["get_time"] == {"type": "object"} | closed
         # The special token that begins calls is not text, so the prompt ends with it.
         assert asked.prompt[-1:] == tokens_of(folders["mistral"], "[TOOL_CALLS]")
         await api.chat.completions.create(
@@ -199,6 +201,9 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
+UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
+
+
 @pytest.mark.parametrize(
     ("body", "param", "telling"),
     [
@@ -215,6 +220,8 @@ def function(**fields: Any) -> dict[str, Any]:
         (chat(tools=[WEATHER], tool_choice={"type": "function"}), "tool_choice.function", "missing"),
         (chat(tools=[WEATHER], tool_choice="always"), "tool_choice", "'none', 'auto' or 'required'"),
         (chat(tool_choice="required"), "tool_choice", "there are no 'tools'"),
+        (chat(tools=[WEATHER, UNIQUE], tool_choice="required"), "tools.1.function.parameters.uniqueItems", "keyword"),
+        (chat(tools=[WEATHER], response_format={"type": "json_object"}), "response_format", "no tool could be called"),
         (chat(tools=[WEATHER], parallel_tool_calls="no"), "parallel_tool_calls", "boolean"),
         (history(called("{city}")), "messages.1.tool_calls.0.function.arguments", "not JSON"),
         (history(called("[]")), "messages.1.tool_calls.0.function.arguments", "not a JSON object"),
