@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import Served
 from tests.e2e.smollm2.test_gateway import MODEL, options
-from tests.support.tool_models import TEMPLATES, TIME, WEATHER
+from tests.support.tool_models import TIME, WEATHER
 from trtpipe.pipeline.gateway.supervisor import Gateway
 
 if TYPE_CHECKING:
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Call one by <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
 TOOLS: list[Any] = [WEATHER, TIME]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -30,10 +37,7 @@ def client(served: Served, smollm2_hf: Path, tmp_path_factory: pytest.TempPathFa
 
     folder = tmp_path_factory.mktemp("tools") / "model"
     shutil.copytree(smollm2_hf, folder, ignore=shutil.ignore_patterns("*.safetensors*", "chat_template.jinja"))
-    template = (
-        TEMPLATES["hermes"].replace("<|", "<|im_start|>").replace("|>{{ m.content }}", "\n{{ m.content }}<|im_end|>")
-    )
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     gateway = Gateway.start(options(served, folder))
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
         yield made
