@@ -1,8 +1,8 @@
 """Process that compiles grammars: loads a tokenizer once, and forks a process with limits for each grammar.
 
 `python -m trtpipe.engines.reference.grammar_process INFO VOCAB_SIZE SECONDS DESCRIPTOR` takes sockets over DESCRIPTOR
-until it is closed. Over each socket comes one guide, as JSON, and goes one answer: COMPILED and the grammar in XGrammar's own
-JSON, REFUSED and the reason, or nothing when the kernel has ended the process at a limit.
+until it is closed. Over each socket comes one guide, as JSON, and goes one answer: COMPILED and the grammar in
+XGrammar's own JSON, REFUSED and the reason, or nothing when the kernel has ended the process at a limit.
 
 A schema of some lines can take hours or gigabytes to compile, and no thread can be stopped while it does.
 """

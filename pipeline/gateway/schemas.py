@@ -101,7 +101,7 @@ class _Check:
         if name not in self._sound:
             found = self._find(name) or {}
             same = {one: value for one, value in found.items() if one in (*_CHOICES, "$ref")}
-            self.schema(same, f"{self._place}.{name}", (*way, name))
+            self.schema(same, ".".join((self._place, *name.split("/")[1:])), (*way, name))
             self._sound.add(name)
         return out
 
