@@ -55,6 +55,7 @@ class CallParser:
         self._call_id = FORMATS[use.format].call_id
         self._names = frozenset(use.names)
         self._parallel = use.parallel
+        self._required = use.required
         self._held = 0 if use.required else HELD_CHARACTERS
         self._deltas: list[dict[str, Any]] = []
         self._out: list[str] = []
@@ -167,6 +168,8 @@ class CallParser:
         return True
 
     def _say(self, text: str) -> None:
+        if self._required:
+            return  # brackets, and the beginning of a call where max_tokens cuts it off
         text = self._space + text
         self._out.append(text.rstrip())
         self._space = text[len(self._out[-1]) :]

@@ -129,6 +129,9 @@ def test_a_long_call_is_sent_while_it_is_made_and_a_required_one_at_once() -> No
     required = CallParser(use("hermes", required=True))
     required.push('[{"name": "get_weather", "arguments": {"ci')
     assert [delta["function"]["arguments"] for delta in required.deltas()] == ["", '{"ci']
+    # What is cut off before its name is known is no call, and no text.
+    for cut in ('[{"name": "get_', f"[{LLAMA}", f"[{LLAMA}, {{", "["):
+        assert read([cut], use("hermes", required=True)) == ("", ONE if LLAMA in cut else [])
     # A white space more or less is the engine's choice.
     assert read([f'[ {{ "name" :"get_weather", "arguments": {PARIS} }} ]'], use("mistral", required=True)) == ("", ONE)
 
@@ -159,7 +162,9 @@ def test_any_cutting_gives_the_same(
         assert name in how.names
         if len(arguments) < HELD_CHARACTERS and not required:
             assert isinstance(parse_json(arguments), dict)
-    if not whole[1]:
+    if required:
+        assert whole[0] == ""
+    elif not whole[1]:
         assert whole[0] == text
 
 
