@@ -46,7 +46,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     # Fields of an answer that is sent back, which are empty in answers of this server.
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: list[str] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
     refusal: None = None
