@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.configs import facts
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
+from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
-from trtpipe.triton_repo.layout import ENGINE_FOLDER
+from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
 FRONTS = ("triton", "native")
 SHM_SIZE = "2g"
@@ -114,12 +116,17 @@ def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: b
 
 
 def gateway_options(
-    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
-) -> GatewayOptions:
-    """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
+    served: Sequence[Served], passports: Sequence[Passport], models: Path, endpoints: Endpoints, port: int,
+    options: LaunchOptions,
+) -> GatewayOptions:  # fmt: skip
+    """Options of the gateway, checked before anything is started; `models` will be the server's own repository.
+
+    Raises UsageError, InputDataError for its files.
+    """
     chosen = GatewayOptions(
         models=tuple(
-            _gateway_model(one, passport, options.tool_format) for one, passport in zip(served, passports, strict=True)
+            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format)
+            for one, passport in zip(served, passports, strict=True)
         ),
         # A server that listens on all addresses is reached on loopback.
         grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
@@ -131,11 +138,14 @@ def gateway_options(
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
     )
+    for one in served:
+        for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
+            require_free(chosen, one.model_names, placed.name)
     access.check(chosen)
     return chosen
 
 
-def _gateway_model(served: Served, passport: Passport, tool_format: str | None) -> ServedModel:
+def _gateway_model(served: Served, passport: Passport, adapters: Path, tool_format: str | None) -> ServedModel:
     built_from = passport.weights.get("model")
     return ServedModel(
         name=served.model_names[0],
@@ -146,6 +156,7 @@ def _gateway_model(served: Served, passport: Passport, tool_format: str | None) 
         max_seq_len=passport.build_config["max_seq_len"],
         vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
         tool_format=tool_format or (facts.find_tool_format(built_from) if built_from else None),
+        adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
 
 
@@ -160,4 +171,5 @@ def gateway_model(target: str, names: tuple[str, ...], tool_format: str | None) 
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
-    return _gateway_model(Served(name=found, repository=repository, names=names), passport, tool_format)
+    served = Served(name=found, repository=repository, names=names)
+    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format)
