@@ -46,7 +46,7 @@ def client(served: Served, smollm2_hf: Path, tmp_path_factory: pytest.TempPathFa
 
 def test_a_required_call_is_one_whatever_the_model_would_say(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "max_tokens": 60}
-    named = {"type": "function", "function": {"name": "get_weather"}}
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
     answer = client.chat.completions.create(messages=QUESTION, tool_choice=named, temperature=0, **fields)
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls or []
