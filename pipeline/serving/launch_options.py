@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
@@ -148,8 +149,16 @@ def _gateway_model(served: Served, passport: Passport, adapters: Path) -> Served
         triton_model=served.model(ENGINE_MODEL),
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
+        vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
         adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
+
+
+def _vocab_size(config: Path) -> int | None:
+    """Tokens that an engine gives logits for, of its own config.json or that of a Hugging Face folder."""
+    raw = read_json(config, "engine config") if config.is_file() else {}
+    size = raw.get("pretrained_config", raw).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
