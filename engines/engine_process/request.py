@@ -61,6 +61,7 @@ class Output:
     finish             why the request is over, or None while it continues
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
+    scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
     context_logits     [prompt tokens, vocab_size] float32, on the first output only and if requested
     generation_logits  [len(tokens), vocab_size] float32 raw logits, if requested
     """
@@ -72,10 +73,13 @@ class Output:
     finish: Finish | None = None
     reused_blocks: int = 0
     allocated_blocks: int = 0
+    scheduled_ns: int = field(default=0, compare=False)
     context_logits: FloatArray | None = None
     generation_logits: FloatArray | None = None
 
     @property
     def only_tokens(self) -> bool:
-        """Whether the output has neither log_probs nor logits."""
-        return not self.log_probs and self.context_logits is None and self.generation_logits is None
+        """Whether the output has neither log_probs nor logits, and is not the first."""
+        return not (
+            self.scheduled_ns or self.log_probs or self.context_logits is not None or self.generation_logits is not None
+        )

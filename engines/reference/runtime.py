@@ -6,6 +6,7 @@ with PyTorch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class _Flight:
     def __init__(self, request: Request) -> None:
         self.sampler = Sampler(request)
         self.cum_log_prob = 0.0
+        self.scheduled_ns = 0
         self.context_logits: FloatArray | None = None
 
 
@@ -162,6 +164,10 @@ class Runtime:
         if not chunks:
             return outputs
         self._iteration += 1
+        now = time.monotonic_ns()
+        for chunk in self._last_context:
+            flight = self._flights[chunk.sequence.request.id]
+            flight.scheduled_ns = flight.scheduled_ns or now
         wanted = [self._logits_wanted(chunk) for chunk in chunks]
         spans = [
             Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows)
@@ -305,6 +311,7 @@ class Runtime:
             cum_log_prob=flight.cum_log_prob,
             reused_blocks=sequence.reused,
             allocated_blocks=sequence.allocated,
+            scheduled_ns=0 if sequence.generated else flight.scheduled_ns,
             context_logits=context if rest.get("finish") != "cancelled" else None,
             **rest,
         )

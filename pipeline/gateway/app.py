@@ -32,6 +32,7 @@ from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.traces import SPAN, RequestSpan, Traced, Traces
 from trtpipe.pipeline.gateway.upstream import Upstream
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Gateway:
         self.prompts = Prompts(options, forks)
         self.upstream = Upstream(*options.upstream(), options.connections)
         self.started = int(time.time())
+        self.traces = Traces(options.traces_url) if options.traces_url else None
 
     def authorise(self, authorization: str) -> None:
         """Raises Failure 401 for a wrong key. Every key is compared, in the same time whatever was sent."""
@@ -101,6 +103,7 @@ class Gateway:
 
     async def answer(self, request: Request) -> Answer:
         arrived = asyncio.get_running_loop().time()
+        span: RequestSpan | None = request.scope.get(SPAN)
         self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.counters.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
@@ -125,6 +128,7 @@ class Gateway:
                 ends=ends,
                 pad_id=text.pad_id,
                 log_probs=log_probs is not None,
+                traced=span,
             )
             requests.append(made)
         self.counters.add("prompt_tokens", sum(map(len, prompts)))
@@ -145,7 +149,9 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
         )
-        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
+        if span is not None:
+            span.prepared(order)
+        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s, span)
 
 
 def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
@@ -202,6 +208,8 @@ def build(
         yield
         gateway.prompts.close()
         await gateway.upstream.close()
+        if gateway.traces is not None:
+            gateway.traces.close()
 
     # No pages that describe the API: they would be the only pages that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -211,6 +219,9 @@ def build(
         app.add_middleware(
             CORSMiddleware, allow_origins=options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
+
+    if gateway.traces is not None:
+        app.add_middleware(Traced, traces=gateway.traces)
 
     def refuse(request: Request, failure: Failure) -> Response:
         gateway.count(request.scope["path"], failure.status)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.traces import ASK_TIMES, TIMES, RequestSpan
 from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
 
 _NUMBERS = {"INT32": struct.Struct("<i"), "FP32": struct.Struct("<f"), "UINT64": struct.Struct("<Q")}
@@ -32,10 +33,14 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
+    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input.
+
+    metadata  headers of the call
+    """
 
     start: bytes
     stop: bytes | None
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 def require_tokens(model: EngineModel) -> None:
@@ -58,11 +63,13 @@ def engine_request(
     ends: Sequence[int],
     pad_id: int,
     log_probs: bool = False,
+    traced: RequestSpan | None = None,
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
 
     sampling  its seed is always sent; of the others, None leaves the value to the engine
     ends      token ids that end the answer; none makes it go on to `max_tokens`
+    traced    span of the request, which also makes the engine report its times
     """
     request_id = uuid.uuid4().hex
     inputs = _llm_api if model.llm_api else _tensorrt_llm
@@ -71,8 +78,12 @@ def engine_request(
     if log_probs:
         tensors.append(_flag(model, "return_log_probs", True))
         outputs.append("output_log_probs")
+    if traced is not None and ASK_TIMES in model.inputs and model.outputs >= set(TIMES):
+        tensors.append(_flag(model, ASK_TIMES, True))
+        outputs += TIMES
     start = infer_request(model.name, tensors, outputs, request_id=request_id)
-    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
+    stop = _stop(model, request_id) if "stop" in model.inputs else None
+    return EngineRequest(start, stop, () if traced is None else traced.metadata)
 
 
 def _tensorrt_llm(
