@@ -113,6 +113,7 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             f"serving.triton_max_batch_size {batch} exceeds the engine's max_batch_size {limit}",
             remedy="lower it, or raise build.max_batch_size",
         )
+    ours = load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
     tokenizer_dir = prefix + TOKENIZER_FOLDER
     text_parameters = {"tokenizer_dir": tokenizer_dir}
@@ -159,8 +160,8 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "decoupled": serving.decoupled,
             "max_queue_delay_microseconds": serving.max_queue_delay_microseconds,
             "max_queue_size": serving.max_queue_size,
-            "inputs": tensors.ENGINE_INPUTS,
-            "outputs": tensors.ENGINE_OUTPUTS,
+            "inputs": tensors.ENGINE_INPUTS + (tensors.OWN_INPUTS if ours else ()),
+            "outputs": tensors.ENGINE_OUTPUTS + (tensors.OWN_OUTPUTS if ours else ()),
             "parameters": _engine_parameters(prefix, serving),
             "instance_count": serving.engine_instance_count or 1,
         },

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
-from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.yaml_input import load_yaml
 
 # On a CPU the engine runs in this process: another would import vLLM once more, which takes most of a start.
@@ -101,11 +101,13 @@ class Runtime:
             if running is None:
                 continue  # cancelled while the step ran
             output = running.take(reply)
+            if reply.prompt_logprobs:
+                output.prompt_log_probs, output.prompt_likeliest = running.prompt(reply.prompt_logprobs)
             if output.finish:
                 del self._running[reply.request_id]
                 if running.stopped:
                     self._engine.abort_request([reply.request_id])
-            if output.tokens or output.finish:
+            if output.tokens or output.finish or output.prompt_log_probs is not None:
                 out.append(output)
         return out
 
@@ -169,6 +171,7 @@ class Runtime:
             stop_token_ids=[request.end_id] if ends else None,
             logit_bias=bias,
             logprobs=0 if request.return_log_probs else None,
+            prompt_logprobs=1 if request.return_prompt_log_probs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -218,6 +221,13 @@ class _Running:
                 self.stopped, finish = finish is None, "stop_words"
                 break
         return Output(id=self._request.id, tokens=tokens, log_probs=log_probs, cum_log_prob=self._sum, finish=finish)
+
+    def prompt(self, entries: list[dict[int, Any] | None]) -> tuple[FloatArray, IntArray]:
+        """`prompt_log_probs` and `prompt_likeliest` of vLLM's entries, one for each prompt token, the first None."""
+        rows = [(entry[token], entry) for token, entry in zip(self._request.prompt, entries, strict=True) if entry]
+        best = [max(entry.items(), key=lambda item: float(item[1].logprob)) for _, entry in rows]
+        values = [[given.logprob for given, _ in rows], [one.logprob for _, one in best]]
+        return np.array(values, dtype=np.float32), np.array([token for token, _ in best], dtype=np.int32)
 
     def _ends_in_a_stop_word(self) -> bool:
         asked = self._request.sampling.min_tokens or 0

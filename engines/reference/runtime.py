@@ -17,7 +17,7 @@ import torch
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import parse_config
-from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import CheckpointConfig
@@ -26,7 +26,7 @@ from trtpipe.engines.reference.cache import BlockPool
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
-from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
+from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs, prompt_log_probs
 from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
 from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
 
@@ -45,6 +45,8 @@ class _Flight:
         self.cum_log_prob = 0.0
         self.scheduled_ns = 0
         self.context_logits: FloatArray | None = None
+        self.prompt_log_probs: FloatArray | None = None
+        self.prompt_likeliest: IntArray | None = None
 
 
 class Runtime:
@@ -179,8 +181,8 @@ class Runtime:
         end = 0
         for chunk, count in zip(chunks, wanted, strict=True):
             end += count
-            if chunk.sequence.request.return_context_logits and count:
-                self._keep_context_logits(chunk, logits[end - count : end])
+            if chunk.sequence.request.needs_whole_prompt and count:
+                self._keep_prompt(chunk, logits[end - count : end])
             # Tested before the chunk counts as computed, because the sequence grows when its token is drawn.
             if chunk.draws:
                 drawing.append(chunk.sequence)
@@ -258,19 +260,29 @@ class Runtime:
 
     def _logits_wanted(self, chunk: Chunk) -> int:
         request = chunk.sequence.request
-        # Before the first output token, the caller may request the logits of every prompt position.
-        if request.return_context_logits and not chunk.sequence.generated:
+        # Before the first output token, the caller may want every prompt position.
+        if request.needs_whole_prompt and not chunk.sequence.generated:
             return chunk.stop - chunk.start
         return 1 if chunk.draws else 0
 
-    def _keep_context_logits(self, chunk: Chunk, logits: torch.Tensor) -> None:
+    def _keep_prompt(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Keep what the request wants of the logits [chunk tokens, vocab_size] of prompt positions."""
         if chunk.sequence.generated:
             return
-        flight = self._flights[chunk.sequence.request.id]
-        if flight.context_logits is None:
-            shape = (len(chunk.sequence.request.prompt), self.config.vocab_size)
-            flight.context_logits = np.empty(shape, dtype=np.float32)
-        flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
+        request, flight = chunk.sequence.request, self._flights[chunk.sequence.request.id]
+        if request.return_context_logits:
+            if flight.context_logits is None:
+                flight.context_logits = np.empty((len(request.prompt), self.config.vocab_size), dtype=np.float32)
+            flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
+        if request.return_prompt_log_probs:
+            if flight.prompt_log_probs is None or flight.prompt_likeliest is None:
+                flight.prompt_log_probs = np.empty((2, len(request.prompt) - 1), dtype=np.float32)
+                flight.prompt_likeliest = np.empty(len(request.prompt) - 1, dtype=np.int32)
+            # The logits of a position are those of the next token; the last position's are of no prompt token.
+            following = request.prompt[chunk.start + 1 : chunk.stop + 1]
+            place = slice(chunk.start, chunk.start + len(following))
+            values, likeliest = prompt_log_probs(logits[: len(following)], following)
+            flight.prompt_log_probs[:, place], flight.prompt_likeliest[place] = values, likeliest
 
     def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
         """Draw the next token of every sequence; append it, or end the sequence."""
@@ -305,6 +317,9 @@ class Runtime:
 
     def _output(self, sequence: Sequence, flight: _Flight, tokens: list[int], **rest: Any) -> Output:
         context, flight.context_logits = flight.context_logits, None
+        scores, flight.prompt_log_probs = flight.prompt_log_probs, None
+        if rest.get("finish") == "cancelled":
+            context = scores = None
         return Output(
             id=sequence.request.id,
             tokens=tokens,
@@ -312,7 +327,9 @@ class Runtime:
             reused_blocks=sequence.reused,
             allocated_blocks=sequence.allocated,
             scheduled_ns=0 if sequence.generated else flight.scheduled_ns,
-            context_logits=context if rest.get("finish") != "cancelled" else None,
+            context_logits=context,
+            prompt_log_probs=scores,
+            prompt_likeliest=None if scores is None else flight.prompt_likeliest,
             **rest,
         )
 

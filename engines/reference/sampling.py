@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtpipe.engines.engine_process.request import Finish, Request
+from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Request
 
 # TensorRT-LLM's limit of top_k, and the number of candidates that are sorted first without a top_k.
 MAX_TOP_K = 1024
@@ -24,6 +24,8 @@ _FEW = 64
 # Not infinity, so that a row with all tokens banned still gives a token.
 _BANNED = -3e38
 _WORD = (1 << 64) - 1
+# Rows of logits that are widened at a time.
+_ROWS = 256
 
 
 class Sampler:
@@ -119,6 +121,21 @@ def log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     picked = wide.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1)
     out: list[float] = (picked - wide.logsumexp(dim=-1)).tolist()
     return out
+
+
+def prompt_log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[FloatArray, IntArray]:
+    """Log softmax [2, n] of each row's token and of its likeliest token, and the likeliest tokens [n]; `logits` is
+    [n, vocab_size]."""
+    values = np.empty((2, len(tokens)), dtype=np.float32)
+    likeliest = np.empty(len(tokens), dtype=np.int32)
+    for first in range(0, len(tokens), _ROWS):
+        place = slice(first, min(first + _ROWS, len(tokens)))
+        wide = logits[place].float()
+        best, where = wide.max(dim=-1)
+        given = wide.gather(1, torch.tensor(tokens[place], device=logits.device)[:, None]).squeeze(1)
+        values[:, place] = (torch.stack((given, best)) - wide.logsumexp(dim=-1)).cpu().numpy()
+        likeliest[place] = where.cpu().numpy()
+    return values, likeliest
 
 
 def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:

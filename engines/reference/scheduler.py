@@ -186,7 +186,7 @@ class Scheduler:
     def _reusable(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's start; at least its last token remains to be computed."""
         # Reused tokens are not computed, so that their logits could not be returned.
-        if not self.pool.enable_reuse or (sequence.request.return_context_logits and not sequence.generated):
+        if not self.pool.enable_reuse or (sequence.request.needs_whole_prompt and not sequence.generated):
             return []
         full = (len(sequence.tokens) - 1) // self.pool.tokens_per_block
         self._make_digests(sequence, full)

@@ -30,6 +30,7 @@ class ServedModel:
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
+    vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
     """
 
     name: str
@@ -38,6 +39,7 @@ class ServedModel:
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    vocab_size: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -69,13 +69,21 @@ class Preparation:
         if isinstance(asked, DetokenizeRequest):
             ids = asked.ids(text.vocab_size)
             return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
+        guide = asked.guide()
         prompts = self._prompts(asked, served)
         _, kept = KINDS[endpoint]
-        told = {
+        told: dict[str, Any] = {
             "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
+            "bias": list(asked.bias(text.vocab_size).items()),
+            "guide": None if guide is None else guide.to_json(),
         }
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            told["echoes"] = [
+                one if isinstance(one, str) else text.tokenizer.decode(one, skip_special_tokens=False)
+                for one in asked.prompts(self._options.max_choices)
+            ]
         return told, b"".join(array("i", prompt).tobytes() for prompt in prompts)
 
     def _served(self, name: str | None) -> ServedModel:
@@ -142,7 +150,7 @@ class Preparation:
             raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
         wished = asked.limit()
         most = served.max_seq_len or INT32_MAX
-        if longest + (wished or 1) > most:
+        if longest + (wished or 1) > most:  # an engine makes one token at least
             sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
             raise wrong(f"{sides}; this model takes {most} together", param, code)
         if wished is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked
 
 # Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
@@ -22,14 +23,13 @@ QUOTED_CHARACTERS = 200
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
 # Fields of OpenAI's API that would change the answer and that no engine behind this gateway supports, with the values
-# that have no effect.
+# that have no effect. Those of one kind of request are refused of the other.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -103,6 +103,21 @@ class Common(_Strict):
     # A logit multiplied or divided by this value must stay a 32-bit number.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+
+    def bias(self, vocab_size: int) -> dict[int, float]:
+        """Token id -> what is added to its logit. Raises Failure for a name that is no token id."""
+        out = {}
+        for name, value in (self.logit_bias or {}).items():
+            if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
+                place = quoted(f"logit_bias.{name}")
+                raise wrong(f"'{place}': the names are token ids from 0 to {vocab_size - 1}", place, "invalid_value")
+            out[int(name)] = value
+        return out
+
+    def guide(self) -> Asked | None:
+        """The form that the answer must have. Raises Failure for one that is not taken."""
+        return None
 
     def stops(self) -> tuple[str, ...]:
         words = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -133,7 +148,10 @@ class ChatOptions(Common):
 
 
 class CompletionOptions(Common):
+    # 0 with `echo`: nothing but the prompt.
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
 
     def wants_log_probs(self) -> tuple[bool, int]:
         return self.logprobs is not None, self.logprobs or 0
@@ -214,7 +232,7 @@ def parse(body: bytes, kind: type[R]) -> R:
     _check_sizes(raw)
     for name in _IGNORED:
         raw.pop(name, None)
-    for name in _UNSUPPORTED.keys() & raw.keys():
+    for name in (_UNSUPPORTED.keys() & raw.keys()) - kind.model_fields.keys():
         value = raw.pop(name)
         if value is not None and value not in _UNSUPPORTED[name]:
             raise wrong(f"'{name}' is not supported by this server", name, "unsupported_parameter")
@@ -232,6 +250,8 @@ def _check_answer(request: Common) -> None:
     words = request.stops()
     if len(words) > MAX_STOPS or any(len(word) > MAX_STOP_CHARACTERS for word in words):
         raise wrong(f"'stop' takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters", "stop")
+    if isinstance(request, CompletionOptions) and request.max_tokens == 0 and not request.echo:
+        raise wrong("'max_tokens' of 0 needs 'echo': true", "max_tokens")
     if request.stream_options is not None and not request.stream:
         raise wrong("'stream_options' needs 'stream': true", "stream_options")
 

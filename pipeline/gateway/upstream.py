@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from array import array
 from collections.abc import Callable
 
 from trtpipe.pipeline.gateway.engine_requests import EngineModel, EngineRequest, require_tokens
@@ -116,6 +117,8 @@ class Generation:
         "failure",
         "last",
         "log_probs",
+        "prompt_likeliest",
+        "prompt_log_probs",
         "refused",
         "tokens",
     )
@@ -123,6 +126,9 @@ class Generation:
     def __init__(self, upstream: Upstream, wake: Callable[[], None]) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        # Of the prompt's tokens but the first, then of the likeliest tokens in their places; and the likeliest tokens.
+        self.prompt_log_probs: array[float] = array("f")
+        self.prompt_likeliest: array[int] = array("i")
         self.begun = False
         self.done = False  # set when the engine says so
         self.failure: Failure | None = None
@@ -184,7 +190,10 @@ class Generation:
                 raw = outputs.get("output_ids")
                 if raw:
                     self._tokens(raw, outputs)
-        except (MalformedMessage, struct.error) as malformed:
+                if "prompt_log_probs" in outputs:
+                    self.prompt_log_probs.frombytes(outputs["prompt_log_probs"])
+                    self.prompt_likeliest.frombytes(outputs["prompt_likeliest"])
+        except (MalformedMessage, struct.error, ValueError, KeyError) as malformed:
             self.failure = Failure(500, f"the inference server sent what cannot be read: {malformed}")
             final = False
         if final:

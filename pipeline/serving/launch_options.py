@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
@@ -140,7 +141,15 @@ def _gateway_model(served: Served, passport: Passport) -> ServedModel:
         triton_model=served.model(ENGINE_MODEL),
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
+        vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
     )
+
+
+def _vocab_size(config: Path) -> int | None:
+    """Tokens that an engine gives logits for, of its own config.json or that of a Hugging Face folder."""
+    raw = read_json(config, "engine config") if config.is_file() else {}
+    size = raw.get("pretrained_config", raw).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:

@@ -27,7 +27,7 @@ class Settings:
 class Package(Stage):
     name = "package"
     makes = "repository"
-    version = 6
+    version = 7
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         return ("tokenizer", "engine")

@@ -68,7 +68,7 @@ def collector() -> Iterator[Collector]:
     made = Collector()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             fields = {name.lower(): value for name, value in self.headers.items()}
             body = self.rfile.read(int(fields["content-length"]))
             if self.path == "/v1/traces":

@@ -43,7 +43,6 @@ UNSUPPORTED_INPUTS = (
     "lora_task_id",
     "lora_weights",
     "context_phase_params",
-    "guided_decoding_guide",
     "lookahead_window_size",
 )
 UNSUPPORTED_PARAMETERS = (
@@ -307,6 +306,7 @@ class _Answer:
                 "log_probs",
                 "context_logits",
                 "generation_logits",
+                "prompt_log_probs",
                 "perf_metrics",
                 "num_input_tokens",
                 "num_output_tokens",
@@ -363,7 +363,7 @@ class _Sequence:
         self.prompt = prompt
         self.cancelled = False
         self.tokens, self.log_probs, self.logits = [], [], []
-        self.context_logits = None
+        self.context_logits = self.prompt_log_probs = None
         self.count = 0  # tokens sent
         self.generated = 0  # tokens received from the engine
         self.arrival = time.monotonic_ns()
@@ -384,12 +384,16 @@ class _Sequence:
         self.cum_log_prob = entry.get("cum_log_prob", 0.0)
         if "context_logits" in entry:
             self.context_logits = _logits(entry["context_logits"], blob)
+        if "prompt_log_probs" in entry:
+            offset, rows, width = entry["prompt_log_probs"]
+            values = np.frombuffer(blob, np.float32, count=rows * width, offset=offset).reshape(rows, width)
+            self.prompt_log_probs = values, np.frombuffer(blob, np.int32, count=width, offset=offset + values.nbytes)
         if "generation_logits" in entry:
             self.logits.append(_logits(entry["generation_logits"], blob))
         finished = bool(entry["finish"])
         if finished or (self.answer.streaming and self.tokens):
             self.answer.send(self._tensors(), finished)
-            self.tokens, self.log_probs, self.logits = [], [], []
+            self.tokens, self.log_probs, self.logits, self.prompt_log_probs = [], [], [], None
 
     def _tensors(self):
         """Every tensor this response can carry; the batch dimension is 1."""
@@ -413,6 +417,9 @@ class _Sequence:
             out["context_logits"] = self.context_logits[None]
         if flags["generation_logits"] and self.logits:
             out["generation_logits"] = np.concatenate(self.logits)[None, None]
+        if self.prompt_log_probs is not None:
+            values, likeliest = self.prompt_log_probs
+            out["prompt_log_probs"], out["prompt_likeliest"] = values[None], likeliest[None]
         if flags["num_input_tokens"]:
             out["num_input_tokens"] = np.array([[len(self.prompt)]], np.int32)
         if flags["num_output_tokens"]:
@@ -543,10 +550,26 @@ def _message(request, ids, length, row, copy):
         "return_log_probs": bool(_scalar(request, "return_log_probs", False, row)),
         "return_context_logits": bool(_scalar(request, "return_context_logits", False, row)),
         "return_generation_logits": bool(_scalar(request, "return_generation_logits", False, row)),
+        "return_prompt_log_probs": bool(_scalar(request, "return_prompt_log_probs", False, row)),
+        "guide": _guide(request, row),
     }
     if bias is None or not bias.size:
         return message, b""
     return message, np.ascontiguousarray(bias.reshape(-1, bias.shape[-1])[row], dtype=np.float32).tobytes()
+
+
+def _guide(request, row):
+    """The guide of guided decoding; None without one."""
+    kind = _scalar(request, "guided_decoding_guide_type", b"", row)
+    text = _scalar(request, "guided_decoding_guide", b"", row)
+    if not kind:
+        if text:
+            raise _Refused("guided_decoding_guide needs guided_decoding_guide_type")
+        return None
+    try:
+        return {"kind": kind.decode("utf-8"), "text": text.decode("utf-8")}
+    except UnicodeDecodeError:
+        raise _Refused("guided_decoding_guide is no UTF-8") from None
 
 
 def _unpack_words(request, name, row):
@@ -574,7 +597,8 @@ def _scalar(request, name, default, row=0):
     if array is None or not array.size:
         return default
     flat = array.reshape(-1)
-    return flat[min(row, len(flat) - 1)].item()
+    value = flat[min(row, len(flat) - 1)]
+    return value.item() if hasattr(value, "item") else value  # a text is no number of numpy's
 
 
 def _boolean(parameters, name, default):
