@@ -55,18 +55,20 @@ def score_tasks(
 ) -> list[TaskScore]:  # fmt: skip
     """Scores of the tasks in `files` of the model in folder `original` and of the one quantized from it.
 
-    Without `quantized`, `original` came quantized, and its scores alone are told. Raises InputDataError for tasks and
+    Without `quantized`, `original` came quantized, and its scores alone are told. Progress is that of the documents, in
+    bytes of the models' weights, as elsewhere. Raises InputDataError for tasks and
     data that cannot be used, and as `scoring.answer`.
     """
     tasks = [_Prepared.read(file, original) for file in files]
     pairs = [pair for task in tasks for pair in task.continuations]
     prompts = [prompt for task in tasks for prompt in task.generations]
     models = [original] if quantized is None else [original, quantized]
+    sizes = [sum(path.stat().st_size for path in model.glob("*.safetensors")) for model in models]
     replies: list[Answers] = []
     for place, model in enumerate(models):
 
         def tell(done: int, total: int, place: int = place) -> None:
-            progress(place * total + done, len(models) * total)
+            progress(sum(sizes[:place]) + sizes[place] * done // total, sum(sizes))
 
         replies.append(
             answer(

@@ -82,6 +82,8 @@ def test_choices_are_scored_by_likelihood(
         smaller=Answers(likelihoods=[-4.0, -5.0, -2.0, -4.0, -8.0, -7.0], texts=[]),
     )
     monkeypatch.setattr(tasks, "answer", models)
+    (tmp_path / "smaller").mkdir()
+    (tmp_path / "smaller" / "rank0.safetensors").write_bytes(b"123456789")
     seen: list[tuple[int, int]] = []
     scores = score_tasks(
         [write(CHOICE, metadata={"max_drop": 0.3})], model, tmp_path / "smaller", log=tmp_path / "log",
@@ -101,7 +103,8 @@ def test_choices_are_scored_by_likelihood(
     # The space before the choice is the choice's, as is the delimiter.
     assert pairs[0] == Continuation(context=ids("grass is", model), tokens=ids("  red", model))
     assert pairs[5] == Continuation(context=ids("a leaf is", model), tokens=ids("  green", model))
-    assert seen == [(6, 12), (12, 12)]
+    size = (model / "model.safetensors").stat().st_size
+    assert seen == [(size, size + 9), (size + 9, size + 9)]
 
 
 @pytest.mark.parametrize(

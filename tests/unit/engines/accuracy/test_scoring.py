@@ -12,7 +12,7 @@ from tests.support.factories import write_tokenizer
 from tests.support.random_models import random_model
 from trtpipe.engines.accuracy import scoring, scoring_worker
 from trtpipe.engines.accuracy.scoring import Continuation, Generation, answer
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import InputDataError
 
@@ -60,7 +60,7 @@ def test_what_a_model_answers_is_what_transformers_says(llama: tuple[Path, Any],
     if tp:
         other = tmp_path / "checkpoint"
         other.mkdir()
-        convert(folder, other, mapping=Mapping(tp_size=tp))
+        convert(folder, other, dtype=DataType.FLOAT32, mapping=Mapping(tp_size=tp))
     prompts = [[65, 66, 67], [70], [*range(40, 120)]]
     steps: list[tuple[int, int]] = []
     replies = answer(
@@ -124,5 +124,5 @@ def test_a_damaged_model_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> 
 
 
 def test_batches_hold_requests_of_similar_length() -> None:
-    assert scoring_worker.batches([5, 1000, 4, 900, 3], 1000) == [[(4, 3), (2, 4), (0, 5)], [(3, 900)], [(1, 1000)]]
+    assert scoring_worker.batches([5, 1000, 4, 900, 3], 905) == [[(4, 3), (2, 4), (0, 5)], [(3, 900)], [(1, 1000)]]
     assert [len(batch) for batch in scoring_worker.batches([1] * 130, 10_000)] == [64, 64, 2]
