@@ -217,7 +217,6 @@ def verify(
 
     \b
     Examples:
-      trtpipe verify HF_DIR OUT_DIR
       trtpipe verify HF_DIR OUT_DIR --report accuracy
       trtpipe verify HF_DIR OUT_DIR --tasks capitals.yaml
     """

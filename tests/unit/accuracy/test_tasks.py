@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from tests.support.factories import hf_folder, write_tokenizer
 from tests.support.paths import ROOT
+from trtpipe.engines.accuracy.job import LayerError, Measured
 from trtpipe.engines.accuracy.scoring import Answers, Continuation, Generation
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.accuracy import tasks
+from trtpipe.engines.quantization import Thresholds
+from trtpipe.pipeline.accuracy import gate, page, tasks
 from trtpipe.pipeline.accuracy.task_files import read_task
 from trtpipe.pipeline.accuracy.tasks import TaskScore, score_tasks
 
@@ -140,6 +143,35 @@ def test_answers_are_scored_by_an_exact_match(
     assert (found.metric, found.quantized, found.original, found.failure) == ("exact_match", score, None, None)
     _, _, prompts, _ = models.asked[0]
     assert prompts[0] == Generation(prompt=ids("1+1=", model), max_tokens=5, until=[";"])
+
+
+def test_a_score_that_has_dropped_too_far_fails_the_gate() -> None:
+    score = TaskScore(
+        task="colours", metric="acc", documents=4, original=0.75, original_stderr=0.25, quantized=0.5,
+        quantized_stderr=0.2887, max_drop=0.2,
+    )  # fmt: skip
+    measured = Measured(
+        rows=1, seq_len=2, device="cpu", quant_algo="FP8", kv_cache_quant_algo=None, original_dtype="float32",
+        quantized_dtype="float32", original_nll=1.0, quantized_nll=1.0, mean_kl=0.0, p99_kl=0.0, top1_agreement=1.0,
+        layers=[LayerError(layer=0, local=0.0, accumulated=0.0)], saturation=[],
+    )  # fmt: skip
+    thresholds = Thresholds(perplexity_ratio=1.1, mean_kl=0.1, top1_agreement=0.9)
+
+    def report(one: TaskScore) -> gate.Report:
+        return gate.Report(recipe="fp8", thresholds=thresholds, measured=measured, tasks=[one])
+
+    failed = report(score)
+    assert failed.failures == ["acc of colours is 0.5, 0.25 below the original's 0.75, and the task allows 0.2"]
+    assert failed.refusal().what == f"the accuracy gate failed: {failed.failures[0]}"
+    assert failed.to_dict()["passed"] is False
+    assert failed.to_dict()["tasks"] == [asdict(score)]
+    row = ("acc of colours", "0.7500 ± 0.2500", "0.5000 ± 0.2887", "at most 0.2 lower")
+    assert failed.summary()[-1] == row
+    assert all(text in page.render(failed) for text in row)
+    # A better score fails nothing, nor does a worse one that no task judges.
+    assert report(replace(score, max_drop=0.25)).failures == []
+    assert report(replace(score, quantized=1.0)).failures == []
+    assert report(replace(score, max_drop=None)).failures == []
 
 
 REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [
