@@ -59,8 +59,13 @@ def answer(
     """
     with tempfile.TemporaryDirectory(prefix=".scoring.", dir=log.parent) as scratch:
         asked, out = Path(scratch, "asked.json"), Path(scratch, "answers.json")
-        lists = {"continuations": continuations, "generations": generations}
-        write_json(asked, {name: [asdict(one) for one in some] for name, some in lists.items()})
+        write_json(
+            asked,
+            {
+                "continuations": [asdict(one) for one in continuations],
+                "generations": [asdict(one) for one in generations],
+            },
+        )
         spec = {
             "model": str(model), "tokenizer": str(tokenizer), "ends": list(ends), "device": device,
             "asked": str(asked), "out": str(out),

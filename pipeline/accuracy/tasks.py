@@ -103,7 +103,7 @@ def _ends(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             found = read_json(folder / name, "config").get("eos_token_id")
-            ids = found if isinstance(found, list) else [found]
+            ids: list[Any] = found if isinstance(found, list) else [found]
             if all(isinstance(one, int) for one in ids):
                 return ids
     return []

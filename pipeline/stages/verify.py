@@ -6,7 +6,6 @@ was made of, and a folder that is served as it is is run alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,6 @@ class Verify(Stage):
 
     def resources(self, spec: BuildSpec) -> Resources:
         return ON_TORCH
-
-    def check(self, spec: BuildSpec, later: Sequence[Stage], home: Path) -> None:
-        """Raises InputDataError for a task that cannot be scored."""
-        for file in spec.tasks:
-            read_task(Path(file))
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         return ("model", "checkpoint")

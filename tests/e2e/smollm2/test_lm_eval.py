@@ -29,11 +29,11 @@ def url(served: Served) -> str:
     return str(server["openai"])
 
 
-def lm_eval(tmp_path: Path, model: str, task: str, *words: str, **args: object) -> dict[str, Any]:
+def lm_eval(tmp_path: Path, kind: str, task: str, /, *words: str, **args: object) -> dict[str, Any]:
     """Run lm-eval in the folder of the tasks; its results of the task, by metric and filter."""
     given = ",".join(f"{name}={value}" for name, value in args.items())
     done = subprocess.run(
-        [LM_EVAL, "run", "--model", model, "--tasks", task, "--include_path", TASKS, "--model_args", given,
+        [LM_EVAL, "run", "--model", kind, "--tasks", task, "--include_path", TASKS, "--model_args", given,
          "--output_path", tmp_path, *words],
         cwd=TASKS, capture_output=True, text=True, check=False, timeout=1500,
         env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
