@@ -48,7 +48,8 @@ check: $(READY) ## formatting, lint and types
 
 # Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
 ALONE := real or clock
-SHARED := -n auto --dist loadfile
+# Three processes on two processors: a third of their time they wait.
+SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
@@ -56,9 +57,8 @@ test: environments check ## everything: the checks, the unit tests, attacks, and
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow'
 
-# Three processes on two processors: a third of their time they wait.
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
