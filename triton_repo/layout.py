@@ -6,6 +6,8 @@ from pathlib import Path
 
 ENGINE_FOLDER = "tensorrt_llm/1"
 TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
+# What guided decoding reads of the tokenizer.
+TOKENIZER_INFO = f"{ENGINE_FOLDER}/xgrammar_tokenizer_info.json"
 
 
 def tokenizer_folder(repository: Path) -> Path:

@@ -25,9 +25,10 @@ from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import check_configs
-from trtpipe.triton_repo.layout import ENGINE_FOLDER, TOKENIZER_FOLDER
+from trtpipe.triton_repo.layout import ENGINE_FOLDER, TOKENIZER_FOLDER, TOKENIZER_INFO
 from trtpipe.triton_repo.llmapi import place_llmapi
 from trtpipe.triton_repo.serving import ServingConfig
+from trtpipe.triton_repo.shared_text import tokenizer_info
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Module that the text models share; its name must be unique, since a stub imports it through sys.path.
@@ -68,6 +69,7 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
+    (out / TOKENIZER_INFO).write_text(tokenizer_info(tokenizer), encoding="utf-8")
     for model, values in _values(passport, serving).items():
         template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model
         _write_config(template, values, out / model)
@@ -203,10 +205,10 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "normalize_log_probs": _boolean(serving.normalize_log_probs),
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
         "stats_check_period_ms": str(serving.stats_check_period_ms),
-        # The backend looks up these three keys without a default: the keys must exist; an empty value means off.
-        "tokenizer_dir": "",
-        "guided_decoding_backend": "",
-        "xgrammar_tokenizer_info_path": "",
+        # Guided decoding: the C++ backend reads the information file, a backend in Python may read the tokenizer.
+        "tokenizer_dir": prefix + TOKENIZER_FOLDER,
+        "guided_decoding_backend": "xgrammar",
+        "xgrammar_tokenizer_info_path": prefix + TOKENIZER_INFO,
     }
     for name in ("max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length"):
         value = getattr(serving, name)

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.sampling import Guide, SamplingParams
 
-# Why a request is over: end_id was drawn, a stop word was completed, max_tokens was reached, or cancel() was called.
-Finish = Literal["end_id", "stop_words", "length", "cancelled"]
+# Why a request is over: end_id was drawn, a stop word was completed or the output's form is complete, max_tokens was
+# reached, cancel() was called, or it turned out that the request cannot be run.
+Finish = Literal["end_id", "stop_words", "length", "cancelled", "refused"]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
@@ -68,6 +69,7 @@ class Output:
                        penalties; empty unless asked for
     cum_log_prob       sum of the log_probs of all tokens output so far; 0 unless requested
     finish             why the request is over, or None while it continues
+    refusal            the reason, with the finish "refused"
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
     scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
@@ -83,6 +85,7 @@ class Output:
     log_probs: list[float] = field(default_factory=list)
     cum_log_prob: float = 0.0
     finish: Finish | None = None
+    refusal: str = ""
     reused_blocks: int = 0
     allocated_blocks: int = 0
     scheduled_ns: int = field(default=0, compare=False)

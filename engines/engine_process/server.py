@@ -269,6 +269,9 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
         for output in mine:
             if output.finish:
                 stub.running.pop(output.id[1], None)
+            if output.finish == "refused":
+                _send(stub, {"type": "refused", "id": output.id[1], "full": False, "error": output.refusal})
+        mine = [output for output in mine if output.finish != "refused"]
         blob = bytearray()
         message: dict[str, Any] = {
             "type": "step", "tokens": plain[number], "outputs": [_entry(output, blob) for output in mine],

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,24 +25,30 @@ from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cache import BlockPool
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
+from trtpipe.engines.reference.grammars import TOO_SLOW, Follower, Grammars, guide_refusal
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
 from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs, prompt_log_probs
 from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
 from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
 
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
+
 # Default size of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more.
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # Default share of the GPU's free memory for the KV cache; the rest is for the activations of a step.
 DEFAULT_FREE_FRACTION = 0.9
+# How long a step waits for a grammar when there is nothing else to do.
+COMPILING_SECONDS = 0.02
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
 class _Flight:
     """State of an unfinished request in the runtime, besides its Sequence in the scheduler."""
 
-    def __init__(self, request: Request) -> None:
-        self.sampler = Sampler(request)
+    def __init__(self, request: Request, follower: Follower | None = None) -> None:
+        self.sampler = Sampler(request, follower)
         self.cum_log_prob = 0.0
         self.scheduled_ns = 0
         self.context_logits: FloatArray | None = None
@@ -61,6 +68,7 @@ class Runtime:
     enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
     compute_dtype           bfloat16, float16 or float32; default: the checkpoint's type
+    guided_decoding         paths of what it needs, by name: the `tokenizer_info` file. None: requests have no guides
     apart                   whether each tensor-parallel rank has a process; default: on a GPU yes, on a CPU no
 
     Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an impossible
@@ -78,6 +86,7 @@ class Runtime:
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = False,
         compute_dtype: DataType | str | None = None,
+        guided_decoding: dict[str, str] | None = None,
         apart: bool | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -132,6 +141,10 @@ class Runtime:
         )
         self._flights: dict[Hashable, _Flight] = {}
         self._cancelled: list[Output] = []
+        self._grammars = None
+        if guided_decoding is not None:
+            self._grammars = Grammars(Path(guided_decoding["tokenizer_info"]), self.config.vocab_size)
+        self._compiling: dict[Hashable, tuple[Request, Future[CompiledGrammar]]] = {}
         self._iteration = 0
         self._reused_blocks = 0
         self._last_step: list[Chunk] = []
@@ -140,18 +153,26 @@ class Runtime:
     @property
     def has_work(self) -> bool:
         """Whether step() has work to do or outputs to return."""
-        return bool(self._cancelled) or self._scheduler.has_work
+        return bool(self._cancelled or self._compiling) or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused, with the reason, for one that can never run."""
         reason = self._refusal(request)
         if reason:
             raise RequestRefused(reason)
-        self._flights[request.id] = _Flight(request)
+        if request.guide is not None and self._grammars is not None:
+            self._compiling[request.id] = request, self._grammars.compile(request.guide)
+        else:
+            self._start(request, None)
+
+    def _start(self, request: Request, follower: Follower | None) -> None:
+        self._flights[request.id] = _Flight(request, follower)
         self._scheduler.submit(Sequence(request))
 
     def cancel(self, request_id: Hashable) -> None:
         """End a request; the next step() returns its last output. An unknown or finished request is ignored."""
+        if self._compiling.pop(request_id, None) is not None:
+            self._cancelled.append(Output(id=request_id, tokens=[], finish="cancelled"))
         sequence = self._scheduler.cancel(request_id)
         if sequence is not None:
             flight = self._flights.pop(request_id)
@@ -160,6 +181,7 @@ class Runtime:
     def step(self) -> list[Output]:
         """Run one in-flight batch; at most one output per request, none for prompts still in progress."""
         outputs, self._cancelled = self._cancelled, []
+        outputs += self._take_compiled()
         chunks = self._scheduler.schedule()
         self._last_step = chunks
         self._last_context = [chunk for chunk in chunks if chunk.start < len(chunk.sequence.request.prompt)]
@@ -192,8 +214,24 @@ class Runtime:
             outputs += self._draw(logits if len(rows) == len(logits) else logits[rows], drawing)
         return outputs
 
+    def _take_compiled(self) -> list[Output]:
+        """Queue the requests whose grammars are compiled; the last outputs of those whose grammars are none."""
+        if self._compiling and not self._scheduler.has_work:
+            wait([future for _, future in self._compiling.values()], COMPILING_SECONDS, FIRST_COMPLETED)
+        refused: list[Output] = []
+        for request, future in [entry for entry in self._compiling.values() if entry[1].done()]:
+            del self._compiling[request.id]
+            error = future.exception()
+            if isinstance(error, RequestRefused):
+                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=str(error)))
+            else:
+                self._start(request, Follower(future.result(), request))
+        return refused
+
     def close(self) -> None:
-        """End the processes of other ranks. The runtime must not be used afterwards."""
+        """End the processes of other ranks and of grammars. The runtime must not be used afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._model.close()
 
     def stats(self) -> dict[str, int]:
@@ -229,7 +267,7 @@ class Runtime:
         """Why the request can never run; "" if it can."""
         build, prompt, vocab = self.build, request.prompt, self.config.vocab_size
         length = len(prompt)
-        if request.id in self._flights:
+        if request.id in self._flights or request.id in self._compiling:
             return f"request {request.id!r} is still running"
         if not prompt:
             return "the prompt is empty"
@@ -256,6 +294,11 @@ class Runtime:
         outside = next((t for t in (*prompt, *(t for w in words for t in w)) if not 0 <= t < vocab), None)
         if outside is not None:
             return f"token id {outside} is outside the vocabulary of {vocab}"
+        if request.guide is not None:
+            reason = "this engine is served without guided decoding"
+            reason = guide_refusal(request.guide) if self._grammars is not None else f"guided_decoding_guide: {reason}"
+            if reason:
+                return reason
         return _sampling_refusal(request, vocab)
 
     def _logits_wanted(self, chunk: Chunk) -> int:
@@ -299,7 +342,10 @@ class Runtime:
             if not sequence.generated:
                 self._reused_blocks += sequence.reused
             finish = flight.sampler.accept(token)
-            new = [] if finish == "end_id" else [token]
+            follower = flight.sampler.follower
+            if follower is not None and follower.too_slow and finish is None:
+                finish = "refused"
+            new = [] if finish in ("end_id", "refused") else [token]
             if new and row in scores:
                 flight.cum_log_prob += scores[row]
             generation = None
@@ -307,7 +353,15 @@ class Runtime:
                 generation = logits[row : row + len(new)].float().cpu().numpy()
             log_prob = [scores[row]] if new and row in scores else []
             outputs.append(
-                self._output(sequence, flight, new, finish=finish, log_probs=log_prob, generation_logits=generation)
+                self._output(
+                    sequence,
+                    flight,
+                    new,
+                    finish=finish,
+                    refusal=TOO_SLOW if finish == "refused" else "",
+                    log_probs=log_prob,
+                    generation_logits=generation,
+                )
             )
             sequence.tokens += new
             if finish is not None:

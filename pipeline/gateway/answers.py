@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trtpipe.pipeline.gateway.engine_requests import EngineRequest
-from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.failure import Failure, of_guide
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
 from trtpipe.pipeline.gateway.traces import RequestSpan
@@ -46,6 +46,7 @@ class Order:
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     echoes      text of each prompt, where its answers begin with it; else empty
+    guide_param field of the request that asks for the form of the answers; "" for none
     prompts     tokens of each prompt, where their log-probabilities are listed too; else empty
     """
 
@@ -64,6 +65,7 @@ class Order:
     log_probs: bool
     likeliest: bool
     echoes: tuple[str, ...] = ()
+    guide_param: str = ""
     prompts: tuple[array[int], ...] = ()
 
     @property
@@ -301,7 +303,7 @@ class Answer(Response):
             refused = False
             for choice in self.choices:
                 if choice.generation.failure is not None and choice.finish is None:
-                    raise choice.generation.failure
+                    raise of_guide(choice.generation.failure, self.order.guide_param)
                 if choice.generation.refused is not None:
                     refused = True
                     request = self.order.requests[choice.index]

@@ -169,6 +169,7 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
             echoes=prepared.echoes,
+            guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),
         )
         if span is not None:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.guides import Asked
+from trtpipe.pipeline.gateway.guides import Asked, asked_guide
 
 # Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
@@ -34,7 +34,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -103,7 +102,27 @@ class Common(_Strict):
     # A logit multiplied or divided by this value must stay a 32-bit number.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        words = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(word for word in words if word)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class Wishes(_Strict):
+    """Fields that are made into something else before the request is answered."""
+
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
+    # An extension of vLLM.
+    structured_outputs: dict[str, Any] | None = None
 
     def bias(self, vocab_size: int) -> dict[int, float]:
         """Token id -> what is added to its logit. Raises Failure for a name that is no token id."""
@@ -117,19 +136,7 @@ class Common(_Strict):
 
     def guide(self) -> Asked | None:
         """The form that the answer must have. Raises Failure for one that is not taken."""
-        return None
-
-    def stops(self) -> tuple[str, ...]:
-        words = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(word for word in words if word)
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+        return asked_guide(self.response_format, self.structured_outputs)
 
 
 class ChatOptions(Common):
@@ -160,13 +167,13 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-class ChatRequest(ChatOptions):
+class ChatRequest(ChatOptions, Wishes):
     messages: list[Message] = Field(min_length=1)
     # An extension of vLLM and TensorRT-LLM.
     chat_template_kwargs: Settings | None = None
 
 
-class CompletionRequest(CompletionOptions):
+class CompletionRequest(CompletionOptions, Wishes):
     prompt: Any  # checked below: pydantic would try a million token ids as texts first
 
     def prompts(self, most: int) -> list[str | list[int]]:

@@ -49,7 +49,6 @@ UNSUPPORTED_PARAMETERS = (
     "encoder_model_path",
     "max_attention_window_size",
     "sink_token_length",
-    "guided_decoding_backend",
     "medusa_choices",
     "eagle_choices",
     "lookahead_window_size",
@@ -510,6 +509,8 @@ def _engine(parameters, model_repository, max_queue_size):
         "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
         "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
     }
+    if parameters.get("guided_decoding_backend"):
+        options["guided_decoding"] = _guided_decoding(parameters, Path(model_repository).parent)
     tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
     if tokens.isdigit():
         options["kv_cache_tokens"] = int(tokens)
@@ -522,6 +523,19 @@ def _engine(parameters, model_repository, max_queue_size):
         # Not from config.json, which says it of compiled engines alone.
         options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size
     return Engine(folder, options)
+
+
+def _guided_decoding(parameters, root):
+    """Paths of what guided decoding needs, by the name of the runtime's option; as in the C++ backend, xgrammar is the
+    only kind."""
+    if parameters["guided_decoding_backend"] != "xgrammar":
+        raise pb_utils.TritonModelException("guided_decoding_backend must be xgrammar")
+    found = {}
+    for option, name in (("tokenizer_info", "xgrammar_tokenizer_info_path"), ("tokenizer_dir", "tokenizer_dir")):
+        found[option] = str(root / parameters.get(name, ""))
+        if not parameters.get(name) or not Path(found[option]).exists():
+            raise pb_utils.TritonModelException(f"{name} '{parameters.get(name, '')}' is not there")
+    return found
 
 
 def _message(request, ids, length, row, copy):
