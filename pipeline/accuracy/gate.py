@@ -87,7 +87,7 @@ class AloneReport:
             "positions": self.measured.positions,
             **dict.fromkeys(("original_perplexity", "perplexity_ratio", "mean_kl", "p99_kl", "top1_agreement")),
             **asdict(self.measured),
-            "tasks": [asdict(one) for one in self.tasks],
+            **_scores(self.tasks),
         }
 
 
@@ -184,7 +184,7 @@ class Report:
             "positions": found.positions,
             "worst_layers": [layer.layer for layer in self.worst],
             **asdict(found),
-            "tasks": [asdict(one) for one in self.tasks],
+            **_scores(self.tasks),
         }
 
 
@@ -210,6 +210,11 @@ def number(value: float) -> str:
 def percent(share: float) -> str:
     """Three significant digits, or an order of magnitude for less than a thousandth of a percent: 97.1 %, 0.0123 %."""
     return f"{100 * share:.3g} %"
+
+
+def _scores(tasks: Sequence[TaskScore]) -> dict[str, Any]:
+    """Scores for accuracy.json, which has none where no task was scored."""
+    return {"tasks": [asdict(one) for one in tasks]} if tasks else {}
 
 
 def scored(mean: float, stderr: float) -> str:
