@@ -51,6 +51,7 @@ INPUTS = (
     # Named as the C++ backend's.
     Tensor("guided_decoding_guide_type", "TYPE_STRING"),
     Tensor("guided_decoding_guide", "TYPE_STRING"),
+    Tensor("lora_name", "TYPE_STRING"),
 )  # fmt: skip
 OUTPUTS = (
     *(Tensor(name, "TYPE_STRING", (ANY,)) for name in ("text_output", "finish_reason", "stop_reason")),
@@ -64,7 +65,7 @@ OUTPUTS = (
 def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
     """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt."""
     version = out / MODEL / "1"
-    version.mkdir(parents=True)
+    version.mkdir(parents=True, exist_ok=True)
     for source in sorted(engine.path.iterdir()):
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)

@@ -35,6 +35,7 @@ class Request:
     embedding_bias  [vocab_size] float32, added to the logits first
     beam_width      1; the runtime has no beam search
     guide           form that the output must have; it goes before min_tokens, bad_words and embedding_bias
+    adapter         number of the LoRA adapter, of `engines.adapters`; 0 for none
     """
 
     id: Any
@@ -48,6 +49,7 @@ class Request:
     embedding_bias: FloatArray | None = field(default=None, compare=False)
     beam_width: int = 1
     guide: Guide | None = None
+    adapter: int = 0
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
 from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.sampling import Guide
@@ -34,6 +35,7 @@ class Runtime:
                                    guides
     kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
                                    memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
+    adapters                       folder of LoRA adapters, see `engines.adapters`; None for an engine that takes none
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Runtime:
         kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
         guided_decoding: dict[str, str] | None = None,
+        adapters: str | None = None,
     ) -> None:
         for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
@@ -71,6 +74,7 @@ class Runtime:
                 **arguments,
             )
         )
+        self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
         self._running: dict[str, _Running] = {}
         self._ended: list[Output] = []
         # vLLM's grammars end in the tokenizer's own end token.
@@ -88,8 +92,10 @@ class Runtime:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused for one that this engine can never run."""
         name = _name(request.id)
+        sampling = self._sampling(request)
+        adapter = self._adapter(request.adapter) if request.adapter else None
         try:
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._sampling(request))
+            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling, lora_request=adapter)
         except Exception as error:
             # vLLM has an error of its own for parameters that it does not take, which is no ValueError in each version.
             if type(error).__name__ != "VLLMValidationError" and not isinstance(error, ValueError):
@@ -154,6 +160,26 @@ class Runtime:
         if request.guide is not None and self._grammar_end is not None:
             ends.append(self._grammar_end)
         return ends
+
+    def _adapter(self, number: int) -> Any:
+        """The adapter of that number, loaded now: where loading fails in a step, the engine ends.
+
+        Raises RequestRefused.
+        """
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+        placed = self._adapters.numbered(number)
+        if placed is None:
+            raise RequestRefused(f"no adapter has the number {number}")
+        # The files, not the link to them, which may be removed while vLLM would read them again. vLLM takes adapters of
+        # equal names for one.
+        adapter = LoRARequest(f"{placed.name}-{number}", number, str(placed.path.resolve()))
+        if number not in self._engine.list_loras():
+            try:
+                self._engine.add_lora(adapter)
+            except Exception as error:
+                raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+        return adapter
 
     def _sampling(self, request: Request) -> Any:
         from vllm import SamplingParams

@@ -38,6 +38,7 @@ class BuildOptions(TypedDict, total=False):
     load             load of configs/load whose lengths the engine is sized for
     accept_accuracy  whether to go on when the accuracy gate fails
     tasks            files of tasks, in lm-eval's form, that the accuracy gate scores too
+    lora             LoRA adapters of the model by name: {"support": "adapters/support"}
     set              any other setting by its dotted name: {"build.max_batch_size": 16}
     """
 
@@ -59,6 +60,7 @@ class BuildOptions(TypedDict, total=False):
     load: str | None
     accept_accuracy: bool | None
     tasks: Sequence[str] | None
+    lora: Mapping[str, str | Path] | None
     set: Mapping[str, Any] | None
 
 
@@ -111,6 +113,8 @@ def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
+    if "lora" in given:
+        given["lora"] = {name: str(folder) for name, folder in given["lora"].items()}
     return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
 
 

@@ -31,6 +31,7 @@ class ServedModel:
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
     vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
+    adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServedModel:
     max_input_len: int | None = None
     max_seq_len: int | None = None
     vocab_size: int | None = None
+    adapters: Path | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,7 +138,14 @@ class GatewayOptions:
     def from_json(cls, text: str) -> GatewayOptions:
         raw = parse_json(text)
         models = tuple(
-            ServedModel(**{**model, "tokenizer": Path(model["tokenizer"]), "aliases": tuple(model["aliases"])})
+            ServedModel(
+                **{
+                    **model,
+                    "tokenizer": Path(model["tokenizer"]),
+                    "aliases": tuple(model["aliases"]),
+                    "adapters": model["adapters"] and Path(model["adapters"]),
+                }
+            )
             for model in raw.pop("models")
         )
         raw["cors_origins"] = tuple(raw["cors_origins"])

@@ -38,14 +38,16 @@ STOP_SECONDS = 5.0
 class Prepared:
     """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
 
-    bias    token id -> what is added to its logit
-    echoes  texts of the prompts, where answers begin with them; else empty
-    guide   form that the answers must have
+    adapter  name of the model's adapter; None for the model itself
+    bias     token id -> what is added to its logit
+    echoes   texts of the prompts, where answers begin with them; else empty
+    guide    form that the answers must have
     """
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
     max_tokens: int
+    adapter: str | None
     bias: dict[int, float]
     echoes: tuple[str, ...] = ()
     guide: Asked | None = None
@@ -154,6 +156,7 @@ class Prompts:
             options=kept.model_validate(head["options"]),
             prompts=prompts,
             max_tokens=head["max_tokens"],
+            adapter=head["adapter"],
             bias=dict(head["bias"]),
             echoes=tuple(head.get("echoes", ())),
             guide=guide and Asked(Guide(guide["kind"], guide["text"]), guide["param"]),

@@ -40,6 +40,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+# Why, where that is not plain.
+_WHY = {"suffix": ": its models go on with a text, and fill in none"}
 # Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
 # Fields for the caller's bookkeeping, which do not change the answer.
@@ -242,7 +244,7 @@ def parse(body: bytes, kind: type[R]) -> R:
     for name in (_UNSUPPORTED.keys() & raw.keys()) - kind.model_fields.keys():
         value = raw.pop(name)
         if value is not None and value not in _UNSUPPORTED[name]:
-            raise wrong(f"'{name}' is not supported by this server", name, "unsupported_parameter")
+            raise wrong(f"'{name}' is not supported by this server{_WHY.get(name, '')}", name, "unsupported_parameter")
     try:
         request = kind.model_validate(raw)
     except ValidationError as error:

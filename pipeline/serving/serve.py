@@ -22,7 +22,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.traces import traces_url
-from trtpipe.pipeline.serving import engine_python, http_streams, native, tritonserver
+from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
     LaunchOptions,
@@ -108,11 +108,12 @@ def launch(
     served = _served(targets, options)
     gateway = None
     if options.openai is not None:
-        gateway = gateway_options(served, passports, endpoints, options.openai, options)
+        gateway = gateway_options(served, passports, folder / "models", endpoints, options.openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
+    shutil.rmtree(adapters.added_folder(folder), ignore_errors=True)
     models = lay_out_models(served, folder)
     if len(targets) > 1:
         _check_together(models, passport, note)
@@ -226,6 +227,8 @@ def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
     wanted: dict[str, Path] = {}
     for one in served:
         wanted |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=linked)))
+    for one in served:
+        adapters.keep_added(models / one.model(ENGINE_MODEL), wanted[one.model(ENGINE_MODEL)], folder)
     for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
