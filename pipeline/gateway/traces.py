@@ -103,7 +103,7 @@ class Traces:
         self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
-        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._exporter: Any = OTLPSpanExporter(endpoint=url)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("trtpipe", __version__)
 

@@ -92,12 +92,13 @@ def test_choices_are_scored_by_likelihood(
         [write(CHOICE, metadata={"max_drop": 0.3})], model, tmp_path / "smaller", log=tmp_path / "log",
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
+    about: Any = pytest.approx
     stderr = 1 / 3  # of two in three: deviation 0.5774, divided by the root of three
     assert scores == [
         TaskScore(task="colours", metric="acc", documents=3, original=1.0, original_stderr=0.0, max_drop=0.3,
-                  quantized=pytest.approx(2 / 3), quantized_stderr=pytest.approx(stderr)),
-        TaskScore(task="colours", metric="acc_norm", documents=3, max_drop=0.3, original=pytest.approx(2 / 3),
-                  original_stderr=pytest.approx(stderr), quantized=1.0, quantized_stderr=0.0),
+                  quantized=about(2 / 3), quantized_stderr=about(stderr)),
+        TaskScore(task="colours", metric="acc_norm", documents=3, max_drop=0.3, original=about(2 / 3),
+                  original_stderr=about(stderr), quantized=1.0, quantized_stderr=0.0),
     ]  # fmt: skip
     assert scores[0].failure == ("acc of colours is 0.6667, 0.3333 below the original's 1, and the task allows 0.3")
     assert scores[1].failure is None
