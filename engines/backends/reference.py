@@ -34,7 +34,7 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""
 FIXED: dict[str, tuple[Any, str]] = {
-    "serving.max_attention_window_size": (None, "its tokens see all before them"),
+    "serving.max_attention_window_size": (None, "each layer has the window of the model's config.json"),
 }
 MEANS: dict[str, str] = {}
 ARRAYS = False

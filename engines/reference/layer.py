@@ -10,6 +10,7 @@ from torch.nn import functional
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.cuda.fused import Encode, add_norm, encoded, rotated, unchanged
 from trtpipe.engines.reference.lora import StepAdapters
+from trtpipe.engines.reference.masks import prompt_mask
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
@@ -71,6 +72,7 @@ def run_layer(
     batch, length, width = hidden.shape
     heads, kv = rank_heads(config)
     cos, sin = (table.to(hidden.dtype)[:, None] for table in (cos, sin))
+    mask = prompt_mask(0, length, shards[0].window or length, hidden.dtype, hidden.device)
 
     def attend(place: int, qkv: torch.Tensor) -> torch.Tensor:
         x = qkv.reshape(batch, length, heads + 2 * kv, config.head_size)
@@ -82,7 +84,8 @@ def run_layer(
             x[:, :, :heads].transpose(1, 2),
             cached[:, :, :kv].transpose(1, 2),
             cached[:, :, kv:].transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=True,
         )
         return out.transpose(1, 2).reshape(batch * length, -1)

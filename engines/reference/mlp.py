@@ -68,9 +68,13 @@ class Each(Branches):
 
 @dataclass(frozen=True)
 class OneProduct(Branches):
-    """Branches [out, in] stacked into one matrix, which a GPU reads faster than two matrices of half the size."""
+    """Branches [out, in] stacked into one matrix, which a GPU reads faster than two matrices of half the size.
+
+    activated  which of its halves is the first branch: 0 or 1
+    """
 
     both: Linear
+    activated: int = 0
 
     @classmethod
     def of(cls, first: Linear, second: Linear) -> OneProduct | None:
@@ -92,8 +96,8 @@ class OneProduct(Branches):
         return self.both.encode(x)
 
     def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.both.product(operand, dtype).chunk(2, dim=-1)
-        return first, second
+        halves = self.both.product(operand, dtype).chunk(2, dim=-1)
+        return halves[self.activated], halves[1 - self.activated]
 
 
 @dataclass(frozen=True)

@@ -295,8 +295,8 @@ def smoke(server: Server, served: Served) -> None:
     body = {"text_input": "Hello", length: 1}
     try:
         url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
-        response = httpx.post(url, json=body, timeout=120)
-        reply = response.json()
+        with tritonserver.http_client(120) as client:
+            reply = client.post(url, json=body).json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(
             "the smoke request failed", why=str(error), remedy=f"the server's log is {server.log}"

@@ -83,7 +83,8 @@ class Case:
 def greedy(model: Any, prompt: tuple[int, ...]) -> list[int]:
     with torch.inference_mode():
         out = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    return out[0, len(prompt) :].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 def run(runtime: Runtime, asked: list[tuple[int, tuple[int, ...]]]) -> tuple[list[list[int]], list[int]]:
