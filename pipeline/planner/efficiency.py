@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from trtpipe.configs import facts, read
+from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
+
+# What an engine spends besides computing and reading.
+OVERHEADS = ("step_s", "layer_s", "request_s", "allreduce_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class Efficiency:
     runtime_gib    GiB that are used before anything is loaded
     runtimes       values that differ from the above for runtimes other than TensorRT-LLM's engines
     releases       `slower` by runtime and release of TensorRT-LLM
-    errors         mean absolute errors of figures that were held out: see `confidence`
+    errors         by quantity, runtime, SM and type: what 8 of 10 errors of held-out figures are within
     probed         measurements by `trtpipe probe` on a card that the fit holds for, as shares of its data sheet
     """
 
@@ -62,7 +68,9 @@ class Efficiency:
     probed: dict[str, float]
     runtimes: dict[str, dict[str, float]]
     releases: dict[str, dict[str, float]]
+    errors: dict[str, dict[str, float]]
     slower: float = 1.0
+    runtime: str = "tensorrt_llm"
 
     def of(self, runtime: str, release: str | None = None) -> Efficiency:
         """Efficiency of a runtime, in a release of TensorRT-LLM: the nearest at or before `release` that was fitted,
@@ -76,7 +84,17 @@ class Efficiency:
             fitted = sorted(rows, key=_version)
             before = [one for one in fitted if release is None or _version(one) <= _version(release)]
             slower = rows[(before or fitted[:1])[-1]]
-        return dataclasses.replace(self, slower=slower, **self.runtimes.get(runtime, {}))  # type: ignore[arg-type]
+        values: dict[str, Any] = {"slower": slower, **self.runtimes.get(runtime, {})}
+        return dataclasses.replace(self, runtime=runtime, **values)
+
+    def confidence(self, sm: int, kind: str) -> tuple[dict[str, float], bool]:
+        """How far off 8 of 10 held-out figures were, as shares by quantity, and whether figures of this SM, type of
+        operands and runtime were among them; where none were, twice the widest of the others."""
+        wanted = {"bf16": "fp16"}.get(kind, kind)
+        here = {quantity: rows.get(f"{self.runtime} {sm}.{wanted}") for quantity, rows in self.errors.items()}
+        wide = {quantity: 2 * max(rows.values()) for quantity, rows in self.errors.items()}
+        known = here.get("output_tokens_per_s") is not None
+        return {quantity: wide[quantity] if value is None else value for quantity, value in here.items()}, known
 
     def product(self, sm: int, kind: str) -> float:
         """Share in matrix products for this SM, or for the nearest SM that has been measured."""
@@ -109,8 +127,26 @@ class Efficiency:
 
 
 def load_efficiency() -> Efficiency:
+    """The shipped efficiencies, with the overheads that `trtpipe plan --calibrate` wrote. Raises ConfigError."""
     path = facts.CONFIGS / "efficiency.yaml"
-    return read.build(Efficiency, read.read_yaml(path), path.name)
+    shipped = read.build(Efficiency, read.read_yaml(path), path.name)
+    if not own_file().is_file():
+        return shipped
+    own = read.build(Own, read.read_yaml(own_file()), str(own_file()))
+    for name, values in own.runtimes.items():
+        read.check_keys(values, [*OVERHEADS, "slower", "front_s"], f"{own_file()}, {name}")
+    return dataclasses.replace(shipped, runtimes={**shipped.runtimes, **own.runtimes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """A user's efficiency.yaml."""
+
+    runtimes: dict[str, dict[str, float]]
+
+
+def own_file() -> Path:
+    return default_home() / "efficiency.yaml"
 
 
 def _nearest(shares: dict[str, float], sm: int, kind: str) -> float:

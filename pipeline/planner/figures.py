@@ -126,7 +126,7 @@ def say(figure: Figure, efficiency: Efficiency) -> Said:
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def option(figure: Figure) -> Option:
     """What the run was measured on. Raises UsageError."""
     return _option(
@@ -135,7 +135,7 @@ def option(figure: Figure) -> Option:
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _option(
     gpu: str, model: str, tp: int, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
     batch: int | None, tokens: int | None, fraction: float,
@@ -186,7 +186,7 @@ def at_once(figure: Figure) -> tuple[Any, tuple[Any, ...], int] | None:
     return _steps(option(figure).places, figure.input_tokens, figure.output_tokens, figure.requests)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _steps(places: Places, prompt: int, answer: int, count: int) -> tuple[Any, tuple[Any, ...], int]:
     rows: list[tuple[float, ...]] = []
     simulate(

@@ -68,6 +68,12 @@ class Option:
         )  # fmt: skip
 
     @property
+    def confidence(self) -> tuple[dict[str, float], bool]:
+        """Shares by quantity that predictions are off by, and whether figures of this kind were compared."""
+        assert self.gpu.sm is not None
+        return self.cost.efficiency.confidence(self.gpu.sm, self.cost.counts.kind)
+
+    @property
     def places(self) -> Places:
         return Places(
             batch=self.limits.max_batch_size, tokens=self.limits.max_num_tokens, kv_blocks=self.memory.kv_blocks,
@@ -181,7 +187,10 @@ class Prediction:
         if offered is None:
             # From when every client has had its first answer, which was cut short, until the last request is sent.
             order = np.sort(end)
-            start, stop = order[min(clients, len(order) // 2) - 1], order[max(len(order) - clients - 1, len(order) // 2)]
+            start, stop = (
+                order[min(clients, len(order) // 2) - 1],
+                order[max(len(order) - clients - 1, len(order) // 2)],
+            )
         else:
             start, stop = arrival.min() + FILLING * (arrival.max() - arrival.min()), arrival.max()
         measured = (arrival >= start) & (arrival <= stop)
@@ -270,7 +279,7 @@ class Prediction:
 
 
 def _between(first: Any, end: Any, output: Any, start: float, stop: float) -> Any:
-    """Tokens of each request that come after `start` and until `stop`: one at `first`, the others evenly until `end`."""
+    """Tokens of each request that come after `start`, until `stop`: one at `first`, the others evenly until `end`."""
     spell = np.maximum(end - first, 1e-12)
     share = np.clip((np.minimum(end, stop) - np.maximum(first, start)) / spell, 0.0, 1.0)
     return ((first > start) & (first <= stop)) + np.where(output > 1, (output - 1) * share, 0.0)
