@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import numpy as np
 
 from trtpipe.configs import facts
 from trtpipe.engines.errors import UsageError, suggestion
-from trtpipe.engines.quantization import resolve_precision
+from trtpipe.engines.quantization import QuantRecipe, resolve_precision
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.planner.demand import SEED, closed_loop
-from trtpipe.pipeline.planner.efficiency import Efficiency
+from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits
 from trtpipe.pipeline.planner.predict import Option, Prediction
@@ -140,11 +140,9 @@ def _option(
     gpu: str, model: str, tp: int, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
     batch: int | None, tokens: int | None, fraction: float,
 ) -> Option:  # fmt: skip
-    from trtpipe.pipeline.planner.efficiency import load_efficiency
-
-    how = load_efficiency().of(runtime)
-    card, shape = facts.find_gpu(gpu), facts.find_shape(model)[1]
-    precision = resolve_precision(dtype, card, facts.load_quant_recipes(), kv_cache, None, runtime)
+    how, recipes = _shipped()
+    card, shape = _gpu(gpu), _shape(model)[1]
+    precision = resolve_precision(dtype, card, recipes, kv_cache, None, runtime)
     lengths = Lengths(mean_input=prompt, mean_output=answer, longest_input=prompt, longest=prompt + answer)
     limits = None
     if batch is not None:
@@ -152,9 +150,19 @@ def _option(
             max_batch_size=batch, max_num_tokens=max(tokens or 8192, batch), tokens_per_block=TOKENS_PER_BLOCK,
             kv_cache_free_gpu_mem_fraction=fraction,
         )  # fmt: skip
-    made = Option.make(shape, card, precision, tp, lengths, how, limits)
+    made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
     made.require_fit(prompt + answer)
     return made
+
+
+_gpu = functools.lru_cache(maxsize=None)(facts.find_gpu)
+_shape = functools.lru_cache(maxsize=None)(facts.find_shape)
+
+
+@functools.cache
+def _shipped() -> tuple[Efficiency, Mapping[str, QuantRecipe]]:
+    """Memory's coefficients, and recipes: the same for every run of a table."""
+    return load_efficiency(), facts.load_quant_recipes()
 
 
 def _simulated(figure: Figure, made: Option) -> Prediction:

@@ -254,9 +254,9 @@ def judged(figures: Sequence[Figure], fits: Sequence[Efficiency], known: Batch) 
 
 def kind_of(figure: Figure) -> str:
     """Runtime, SM and type of operands, as `Efficiency.confidence` asks for them."""
-    counts, gpu = option(figure).cost.counts, facts.find_gpu(figure.gpu)
-    kind = {"bf16": "fp16"}.get(counts.kind, counts.kind)
-    return f"{figure.runtime} {gpu.sm}.{kind}"
+    made = option(figure)
+    kind = {"bf16": "fp16"}.get(made.cost.counts.kind, made.cost.counts.kind)
+    return f"{figure.runtime} {made.gpu.sm}.{kind}"
 
 
 def spread(found: Judged) -> dict[str, dict[str, float]]:

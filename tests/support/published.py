@@ -3,6 +3,7 @@ planner says of the latter."""
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 
@@ -18,6 +19,10 @@ from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
 PUBLISHED = DATA / "published" / "figures.csv"
 MEASURED = ROOT / "docs" / "measurements" / "h200.json"
+
+
+_shape = functools.lru_cache(maxsize=None)(find_shape)
+_gpu = functools.lru_cache(maxsize=None)(find_gpu)
 
 
 def figures() -> list[Figure]:
@@ -46,7 +51,7 @@ def vllm() -> list[Together]:
 
 def together(point: Together, how: Efficiency) -> float:
     """Tokens/s that the planner says of such a run: Llama 3 8B on an H200, 128 tokens in and out."""
-    model, gpu, mapping = find_shape("llama3-8b")[1], find_gpu("h200"), Mapping()
+    model, gpu, mapping = _shape("llama3-8b")[1], _gpu("h200"), Mapping()
     limits = Limits(max_batch_size=512, max_num_tokens=8192)
     found = memory(model, DataType.BFLOAT16, mapping, point.quantization, gpu, limits, how)
     places = Places(batch=512, tokens=8192, kv_blocks=found.kv_blocks)
