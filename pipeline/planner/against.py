@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from trtpipe.pipeline.planner.figures import QUANTITIES, Errors, Figure, Said, e
 from trtpipe.pipeline.planner.tables import Table
 
 # Rounds of a refit, each with a step half as long as the one before: factors are found within 2%.
-ROUNDS, STEP = 6, 0.4
+ROUNDS, STEP = 5, 0.4
 HEADER = "# Written by `trtpipe plan --calibrate` from measured runs; goes before the shipped overheads.\n"
 
 
@@ -106,13 +107,13 @@ def calibrate(figures: Sequence[Figure], efficiency: Efficiency) -> dict[str, di
 
         factors, best = [1.0, 1.0, 1.0], loss([1.0, 1.0, 1.0])
         for number in range(ROUNDS):
-            step = math.exp(STEP / 2**number)
-            for at in range(3):
-                for factor in (step, 1 / step):
+            step, moved = math.exp(STEP / 2**number), True
+            while moved:
+                moved = False
+                for at, factor in itertools.product(range(3), (step, 1 / step)):
                     tried = [value * factor if at == one else value for one, value in enumerate(factors)]
-                    if (value := loss(tried)) < best:
-                        factors, best = tried, value
-                        break
+                    if (value := loss(tried)) < best * 0.999:
+                        factors, best, moved = tried, value, True
         found[runtime] = {key: float(f"{value:.3g}") for key, value in changed(factors).items()}
     return found
 

@@ -580,7 +580,9 @@ def main() -> None:
         write_efficiency(how, held)
     scratch = Path(".scratch/aiconfigurator/rows")
     peer = peers(all_of_them, options.peer_python.absolute(), scratch) if options.peer_python else {}
-    page, figure = report(judged(all_of_them, [load_efficiency()], known), held, peer, operations(scratch) if peer else [])
+    page, figure = report(
+        judged(all_of_them, [load_efficiency()], known), held, peer, operations(scratch) if peer else []
+    )
     if options.report is None:
         print(page)
     else:
