@@ -38,19 +38,22 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
+# Real servers are started by three processes at most, which often wait; tests that look at a clock have the machine to
+# themselves.
 ALONE := real or clock
-SHARED := -n auto --dist loadfile
+# Files with a mark: a process takes 20 seconds to import all others.
+MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+# Three processes on two processors: a third of their time they wait.
+SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
-	$(BIN)/python -m pytest -m 'clock and not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'real and not (clock or slow)' $(call MARKED,real)
+	$(BIN)/python -m pytest -m 'clock and not slow' $(call MARKED,clock)
 
-# Three processes on two processors: a third of their time they wait.
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
 test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough

@@ -14,11 +14,14 @@ from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target, checkpoint_form
+from trtpipe.engines.adapters import check_name
+from trtpipe.engines.backends.base import Target, checkpoint_form, settings_of
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.adapter import Adapter, located_pairs, read_adapter, require_rank
+from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
@@ -48,6 +51,8 @@ SCALARS = (
     "load",
     "accept_accuracy",
 )
+# Setting whose fields are names of adapters, with their folders.
+LORA = "lora"
 # Keys of `BuildSpec.to_json`.
 RECORDED = {"target", "model", "settings", "values"}
 EXECUTORS = ("auto", "local", "docker")
@@ -72,6 +77,7 @@ class BuildSpec:
 
     usual_runtime  runtime of the GPU's targets where neither a setting nor the model's family decides
     settings       resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
+    adapters       names of LoRA adapters, and their folders
     """
 
     model: ModelRef
@@ -88,6 +94,7 @@ class BuildSpec:
     serving: ServingConfig
     settings: dict[str, Any]
     values: tuple[Value, ...]
+    adapters: tuple[tuple[str, Path], ...] = ()
 
     @property
     def quantization(self) -> Quantization:
@@ -136,6 +143,11 @@ class BuildSpec:
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
+
+    def judge_adapters(self, model: ModelConfig) -> None:
+        """Raises InputDataError for an adapter of another model. It reads the heads of the adapters' files."""
+        for _, folder in self.adapters:
+            located_pairs(read_adapter(folder), model)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -255,7 +267,13 @@ def resolve(
         gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
         dtype=precision.dtype,
     )  # fmt: skip
-    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
+    adapters = _adapters(chosen)
+    build_config = _group(chosen, "build", BuildConfig, given)
+    if adapters and not recorded:
+        if backend.ARRAYS:
+            require_type(precision.dtype)
+        build_config = _for_adapters(build_config, adapters, fixed="build.max_lora_rank" in chosen)
+    build_config, reasons = backend.resolve(build_config, target)
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
     )
@@ -280,16 +298,19 @@ def resolve(
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
         *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
+        *(Value(f"{LORA}.{name}", str(folder), origin(f"{LORA}.{name}")) for name, folder in adapters),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if quantization.calibrated and not precision.stored:
         groups.insert(0, ("calibration", calibration_config))
     made = {f"build.{name}": reason for name, reason in reasons.items()}
+    if adapters:
+        made |= dict.fromkeys((f"build.{name}" for name in settings_of(build_config, ())), "for the adapters")
     made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
     for group, settings in groups:
         for field in dataclasses.fields(settings):
             name = f"{group}.{field.name}"
-            if group != "build" or field.name in backend.SETTINGS:
+            if group != "build" or field.name in settings_of(build_config, backend.SETTINGS):
                 source = origin(name, made.get(name, "default"))
                 meaning = field.metadata.get("meaning", "")
                 values.append(Value(name, getattr(settings, field.name), source, meaning))
@@ -307,10 +328,11 @@ def resolve(
     spec = BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
         runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor, mapping=mapping,
-        build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values),
+        build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values), adapters=adapters,
     )  # fmt: skip
     if shape is not None:
         spec.judge(shape)
+        spec.judge_adapters(shape)
     return spec
 
 
@@ -324,12 +346,46 @@ def _shape(name: str, *, required: bool) -> ModelConfig | None:
         return None
 
 
+def _adapters(chosen: dict[str, tuple[Any, str]]) -> tuple[tuple[str, Path], ...]:
+    """Names and folders of the adapters, sorted. Raises UsageError or ConfigError."""
+    out = []
+    for name, (folder, label) in chosen.items():
+        group, _, own = name.partition(".")
+        if group == LORA:
+            check_name(own)
+            if not isinstance(folder, str) or not folder:
+                raise _error(label)(f"{label}: {name} is {folder!r}, not a folder", remedy="name the adapter's folder")
+            out.append((own, Path(folder).expanduser().absolute()))
+    return tuple(sorted(out))
+
+
+def _for_adapters(build: BuildConfig, adapters: tuple[tuple[str, Path], ...], *, fixed: bool) -> BuildConfig:
+    """`build` for an engine that takes the adapters; `fixed` says that their highest rank is given. Raises UsageError,
+    InputDataError."""
+    read: list[Adapter] = [read_adapter(folder) for _, folder in adapters]
+    most = build.max_lora_rank if fixed else max(adapter.rank for adapter in read)
+    for adapter in read:
+        require_rank(adapter, most)
+    modules = {MODULES[name] for adapter in read for name in adapter.modules if name in MODULES}
+    return dataclasses.replace(
+        build,
+        lora_plugin="auto" if not build.takes_adapters else build.lora_plugin,
+        lora_target_modules=whole_groups({*build.lora_target_modules, *modules}),
+        max_lora_rank=most,
+    )
+
+
 def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
     out: dict[str, tuple[Any, str]] = {}
     for label, layer in layers:
-        read.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
+        read.check_keys(layer, [*SCALARS, *GROUPS, LORA], label, _error(label))
         for key, value in layer.items():
+            if key == LORA and value is not None:
+                if not isinstance(value, dict):
+                    raise _error(label)(f"{label}: {LORA} is not a mapping", remedy=f"name an adapter: {LORA}.NAME")
+                out.update({f"{LORA}.{name}": (inner, label) for name, inner in value.items()})
+                continue
             if key not in GROUPS:
                 if value is not None:
                     out[key] = (value, label)

@@ -48,6 +48,7 @@ INPUTS = (
     Tensor("sampling_param_end_id", "TYPE_INT32"),
     Tensor("sampling_param_stop_token_ids", "TYPE_INT32", (ANY,)),
     Tensor("return_log_probs", "TYPE_BOOL"),
+    Tensor("lora_name", "TYPE_STRING"),
 )  # fmt: skip
 OUTPUTS = (
     *(Tensor(name, "TYPE_STRING", (ANY,)) for name in ("text_output", "finish_reason", "stop_reason")),
@@ -61,7 +62,7 @@ OUTPUTS = (
 def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
     """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt."""
     version = out / MODEL / "1"
-    version.mkdir(parents=True)
+    version.mkdir(parents=True, exist_ok=True)
     for source in sorted(engine.path.iterdir()):
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)

@@ -32,6 +32,7 @@ class Request:
     bad_words       token sequences that must not be completed; they may begin in the prompt
     embedding_bias  [vocab_size] float32, added to the logits first
     beam_width      1; the runtime has no beam search
+    adapter         number of the LoRA adapter, of `engines.adapters`; 0 for none
     """
 
     id: Any
@@ -44,6 +45,7 @@ class Request:
     # compare=False: the comparison of arrays has no truth value.
     embedding_bias: FloatArray | None = field(default=None, compare=False)
     beam_width: int = 1
+    adapter: int = 0
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False

@@ -239,6 +239,7 @@ def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
         stop_words=tuple(tuple(word) for word in message["stop_words"]),
         bad_words=tuple(tuple(word) for word in message["bad_words"]),
         embedding_bias=np.frombuffer(blob, dtype=np.float32) if blob else None,
+        adapter=message["adapter"],
         return_log_probs=message["return_log_probs"],
         return_context_logits=message["return_context_logits"],
         return_generation_logits=message["return_generation_logits"],

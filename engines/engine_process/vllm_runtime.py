@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
 from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
 from trtpipe.engines.yaml_input import load_yaml
@@ -31,6 +32,7 @@ class Runtime:
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
     kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
                                    memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
+    adapters                       folder of LoRA adapters, see `engines.adapters`; None for an engine that takes none
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Runtime:
         enable_chunked_context: bool = True,
         kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
+        adapters: str | None = None,
     ) -> None:
         for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
@@ -66,6 +69,7 @@ class Runtime:
                 **arguments,
             )
         )
+        self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
         self._running: dict[str, _Running] = {}
         self._ended: list[Output] = []
         self._vocabulary = self._engine.model_config.get_vocab_size()
@@ -80,7 +84,9 @@ class Runtime:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused for one that this engine can never run."""
         name = _name(request.id)
-        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._sampling(request))
+        sampling = self._sampling(request)
+        adapter = self._adapter(request.adapter) if request.adapter else None
+        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling, lora_request=adapter)
         self._running[name] = _Running(request)
 
     def cancel(self, identity: Any) -> None:
@@ -130,6 +136,26 @@ class Runtime:
             "kv_reused_blocks": 0,
             "tokens_per_block": self._block,
         }
+
+    def _adapter(self, number: int) -> Any:
+        """The adapter of that number, loaded now: where loading fails in a step, the engine ends.
+
+        Raises RequestRefused.
+        """
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+        placed = self._adapters.numbered(number)
+        if placed is None:
+            raise RequestRefused(f"no adapter has the number {number}")
+        # The files, not the link to them, which may be removed while vLLM would read them again. vLLM takes adapters of
+        # equal names for one.
+        adapter = LoRARequest(f"{placed.name}-{number}", number, str(placed.path.resolve()))
+        if number not in self._engine.list_loras():
+            try:
+                self._engine.add_lora(adapter)
+            except Exception as error:
+                raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+        return adapter
 
     def _sampling(self, request: Request) -> Any:
         from vllm import SamplingParams

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import parse_config
@@ -58,6 +59,8 @@ class Runtime:
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
     compute_dtype           bfloat16, float16 or float32; default: the checkpoint's type
     apart                   whether each tensor-parallel rank has a process; default: on a GPU yes, on a CPU no
+    adapters                folder of LoRA adapters, see `engines.adapters`; None for an engine that takes none. An
+                            adapter is loaded at its first request, and kept until it is gone from the folder
 
     Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an impossible
     option, HostError when the device is missing or has too little memory.
@@ -75,6 +78,7 @@ class Runtime:
         enable_chunked_context: bool = False,
         compute_dtype: DataType | str | None = None,
         apart: bool | None = None,
+        adapters: Path | str | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"no batch scheduler policy is called '{policy}'", remedy=suggestion(policy, POLICIES))
@@ -126,6 +130,8 @@ class Runtime:
             policy=policy,
             enable_chunked_context=enable_chunked_context,
         )
+        self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
+        self._loaded: set[int] = set()
         self._flights: dict[Hashable, _Flight] = {}
         self._cancelled: list[Output] = []
         self._iteration = 0
@@ -143,6 +149,8 @@ class Runtime:
         reason = self._refusal(request)
         if reason:
             raise RequestRefused(reason)
+        if request.adapter:
+            self._load_adapter(request.adapter)
         self._flights[request.id] = _Flight(request)
         self._scheduler.submit(Sequence(request))
 
@@ -164,7 +172,7 @@ class Runtime:
         self._iteration += 1
         wanted = [self._logits_wanted(chunk) for chunk in chunks]
         spans = [
-            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows)
+            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows, c.sequence.request.adapter)
             for c, rows in zip(chunks, wanted, strict=True)
         ]
         logits = self._model.forward(spans)
@@ -216,6 +224,27 @@ class Runtime:
             "kv_reused_blocks": self._reused_blocks,
             "tokens_per_block": self._pool.tokens_per_block,
         }
+
+    def _load_adapter(self, number: int) -> None:
+        """Load an adapter, unless it is there, and drop those that are gone from the folder and in no request.
+
+        Raises RequestRefused.
+        """
+        placed = self._adapters.numbered(number)
+        if placed is None:
+            raise RequestRefused(f"no adapter has the number {number}")
+        if number in self._loaded:
+            return
+        try:
+            self._model.load_adapter(number, placed.path)
+        except (InputDataError, OSError) as error:
+            raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+        self._loaded.add(number)
+        used = {one.request.adapter for one in (*self._scheduler.running, *self._scheduler.waiting)}
+        there = {one.number for one in self._adapters.all()}
+        for gone in self._loaded - used - there:
+            self._model.drop_adapter(gone)
+            self._loaded.remove(gone)
 
     def _refusal(self, request: Request) -> str:
         """Why the request can never run; "" if it can."""

@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 from trtpipe.engines.engine_process.request import Request
-from trtpipe.engines.reference.cache import ROOT, BlockPool, chain_digest
+from trtpipe.engines.reference.cache import BlockPool, chain_digest, root
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
@@ -195,7 +195,7 @@ class Scheduler:
     def _make_digests(self, sequence: Sequence, count: int) -> None:
         digests, size = sequence.digests, self.pool.tokens_per_block
         for index in range(len(digests), count):
-            parent = digests[-1] if digests else ROOT
+            parent = digests[-1] if digests else root(sequence.request.adapter)
             digests.append(chain_digest(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _grow(self, sequence: Sequence, wanted: int) -> None:

@@ -424,7 +424,9 @@ def generate(
     console.text("\n")
 
 
-deploy = typer.Typer(cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+deploy = typer.Typer(
+    name="deploy", cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None
+)
 
 
 @deploy.callback()

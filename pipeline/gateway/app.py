@@ -26,8 +26,8 @@ from trtpipe.pipeline.gateway.answers import Answer, Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from trtpipe.pipeline.gateway.engine_requests import EngineModel, engine_request
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.model_names import ModelNames, joined
 from trtpipe.pipeline.gateway.options import GatewayOptions
-from trtpipe.pipeline.gateway.preparation import no_model
 from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
@@ -51,6 +51,7 @@ class Gateway:
         self.counters = counters
         self.keys = read_keys(options.api_keys_file)
         self.models = {model.name: model for model in options.models}
+        self.names = ModelNames(options)
         self.texts = {model.name: Text(model.tokenizer) for model in options.models}
         self.prompts = Prompts(options, forks)
         self.upstream = Upstream(*options.upstream(), options.connections)
@@ -80,11 +81,6 @@ class Gateway:
         if endpoint is not None:
             self.counters.answered(endpoint, status)
 
-    def require(self, name: str) -> None:
-        """Raises Failure 404 for a model that is not served."""
-        if self.options.find(name) is None:
-            raise no_model(name, self.options)
-
     async def in_time(self, preparing: Coroutine[Any, Any, T]) -> T:
         """What the prompt processes reply. Raises Failure, with 504 when they take too long."""
         try:
@@ -108,6 +104,9 @@ class Gateway:
         asked, prompts = prepared.options, prepared.prompts
         text = self.texts[asked.model]
         engine = await self.upstream.model(self.models[asked.model].triton_model)
+        model = asked.model if prepared.adapter is None else joined(asked.model, prepared.adapter)
+        # Looked up again, since it may have been removed while the prompt was made.
+        _, adapter = self.names.find(model)
         copies = asked.n or 1
         sampling = _sampling(asked, text)
         log_probs = _log_probs(asked, engine, greedy=sampling.top_k == 1)
@@ -125,6 +124,7 @@ class Gateway:
                 ends=ends,
                 pad_id=text.pad_id,
                 log_probs=log_probs is not None,
+                adapter=adapter,
             )
             requests.append(made)
         self.counters.add("prompt_tokens", sum(map(len, prompts)))
@@ -132,7 +132,7 @@ class Gateway:
         order = Order(
             id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
             chat=chat,
-            model=asked.model,
+            model=model,
             created=int(time.time()),
             prompt_lengths=tuple(map(len, prompts)),
             requests=tuple(requests),
@@ -244,21 +244,20 @@ def build(
         gateway.authorise(request.headers.get("authorization", ""))
         return JSONResponse({"version": __version__})
 
-    def described(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": gateway.started, "owned_by": "trtpipe"}
+    def described(name: str, base: str | None = None) -> dict[str, object]:
+        parent = {} if base is None else {"parent": base}
+        return {"id": name, "object": "model", "created": gateway.started, "owned_by": "trtpipe", **parent}
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        return JSONResponse(
-            {"object": "list", "data": [described(name) for model in options.models for name in model.names]}
-        )
+        return JSONResponse({"object": "list", "data": [described(name, base) for name, base in gateway.names.all()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        gateway.require(name)
-        return JSONResponse(described(name))
+        gateway.names.find(name)
+        return JSONResponse(described(name, dict(gateway.names.all()).get(name)))
 
     @app.get("/health/live", response_model=None)
     async def live() -> Response:

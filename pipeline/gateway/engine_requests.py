@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trtpipe.engines.adapters import Placed
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.failure import Failure
 from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
@@ -58,6 +59,7 @@ def engine_request(
     ends: Sequence[int],
     pad_id: int,
     log_probs: bool = False,
+    adapter: Placed | None = None,
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
 
@@ -68,6 +70,8 @@ def engine_request(
     inputs = _llm_api if model.llm_api else _tensorrt_llm
     tensors = inputs(model, prompt, sampling, max_tokens, ends, pad_id)
     outputs = ["output_ids"] if model.llm_api else ["output_ids", "sequence_length"]
+    if adapter is not None:
+        tensors.append(_adapter(model, adapter))
     if log_probs:
         tensors.append(_flag(model, "return_log_probs", True))
         outputs.append("output_log_probs")
@@ -135,6 +139,16 @@ def _sampling(model: EngineModel, sampling: SamplingParams, prefix: str = "", **
     )
     given = [(renamed.get(name, name), dtype, value) for name, dtype, value in values if value is not None]
     return [_scalar(model, prefix + name, dtype, value) for name, dtype, value in given]
+
+
+def _adapter(model: EngineModel, adapter: Placed) -> Tensor:
+    """Input that chooses an adapter: the C++ backend knows it by its number, the LLM API by its name."""
+    if "lora_name" in model.inputs:
+        name = adapter.name.encode()
+        return Tensor("lora_name", "BYTES", (1,), struct.pack("<I", len(name)) + name)
+    if "lora_task_id" in model.inputs:
+        return _scalar(model, "lora_task_id", "UINT64", adapter.number)
+    raise Failure(501, f"the model {model.name} in Triton takes no adapters", code="unsupported_model")
 
 
 def _stop(model: EngineModel, request_id: str) -> bytes:

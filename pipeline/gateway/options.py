@@ -30,6 +30,7 @@ class ServedModel:
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
+    adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
     """
 
     name: str
@@ -38,6 +39,7 @@ class ServedModel:
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    adapters: Path | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +134,14 @@ class GatewayOptions:
     def from_json(cls, text: str) -> GatewayOptions:
         raw = parse_json(text)
         models = tuple(
-            ServedModel(**{**model, "tokenizer": Path(model["tokenizer"]), "aliases": tuple(model["aliases"])})
+            ServedModel(
+                **{
+                    **model,
+                    "tokenizer": Path(model["tokenizer"]),
+                    "aliases": tuple(model["aliases"]),
+                    "adapters": model["adapters"] and Path(model["adapters"]),
+                }
+            )
             for model in raw.pop("models")
         )
         raw["cors_origins"] = tuple(raw["cors_origins"])

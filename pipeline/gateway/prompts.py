@@ -34,11 +34,15 @@ STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids."""
+    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
+
+    adapter  name of the model's adapter; None for the model itself
+    """
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
     max_tokens: int
+    adapter: str | None
 
 
 class ForkServer:
@@ -139,7 +143,7 @@ class Prompts:
             prompts.append(array("i", ids[start : start + 4 * length]))
             start += 4 * length
         _, kept = KINDS[endpoint]
-        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
+        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"], head["adapter"])
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:
         """Reply of a prompt process, see there. Raises Failure."""

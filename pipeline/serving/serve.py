@@ -21,7 +21,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.serving import engine_python, http_streams, native, tritonserver
+from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
     LaunchOptions,
@@ -106,11 +106,12 @@ def launch(
     served = _served(targets, options)
     gateway = None
     if options.openai is not None:
-        gateway = gateway_options(served, passports, endpoints, options.openai, options)
+        gateway = gateway_options(served, passports, folder / "models", endpoints, options.openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
+    shutil.rmtree(adapters.added_folder(folder), ignore_errors=True)
     models = lay_out_models(served, folder)
     if len(targets) > 1:
         _check_together(models, passport, note)
@@ -222,6 +223,8 @@ def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
     wanted: dict[str, Path] = {}
     for one in served:
         wanted |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=linked)))
+    for one in served:
+        adapters.keep_added(models / one.model(ENGINE_MODEL), wanted[one.model(ENGINE_MODEL)], folder)
     for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
@@ -292,8 +295,8 @@ def smoke(server: Server, served: Served) -> None:
     body = {"text_input": "Hello", length: 1}
     try:
         url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
-        response = httpx.post(url, json=body, timeout=120)
-        reply = response.json()
+        with tritonserver.http_client(120) as client:
+            reply = client.post(url, json=body).json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(
             "the smoke request failed", why=str(error), remedy=f"the server's log is {server.log}"

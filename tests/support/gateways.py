@@ -199,7 +199,7 @@ async def serving(
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False, verify=False) as client:
             yield client, fake
     finally:
         server.should_exit = True

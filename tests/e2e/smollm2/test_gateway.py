@@ -61,7 +61,7 @@ def test_ready_and_models(gateway: Gateway, client: openai.OpenAI) -> None:
 def test_greedy_text_is_that_of_the_ensemble(
     served: Served, client: openai.OpenAI, greedy_texts: tuple[str, ...]
 ) -> None:
-    """Whole and streamed, twenty requests in flight together. The ensemble's own is checked against transformers."""
+    """Whole and streamed, eight requests in flight together. The ensemble's own is checked against transformers."""
 
     def whole(text: str) -> str:
         made = client.completions.create(model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0)
@@ -74,10 +74,11 @@ def test_greedy_text_is_that_of_the_ensemble(
     def ensemble(text: str) -> str:
         return str(served.generate(text_input=text, max_tokens=TOKENS)["text_output"])
 
-    with ThreadPoolExecutor(len(greedy_texts)) as pool:
-        right = list(pool.map(ensemble, greedy_texts))
-        assert list(pool.map(whole, greedy_texts)) == right
-        assert list(pool.map(streamed, greedy_texts)) == right
+    asked = greedy_texts[:8]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        right = list(pool.map(ensemble, asked))
+        assert list(pool.map(whole, asked)) == right
+        assert list(pool.map(streamed, asked)) == right
 
 
 def test_chat_whole_and_streamed_with_usage(client: openai.OpenAI) -> None:
@@ -120,7 +121,7 @@ def test_characters_that_span_tokens(client: openai.OpenAI) -> None:
 
 def test_seeds_and_several_answers(client: openai.OpenAI) -> None:
     def ask(seed: int | None) -> list[str]:
-        made = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=12, n=3, seed=seed)
+        made = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=6, n=3, seed=seed)
         assert [choice.index for choice in made.choices] == [0, 1, 2]
         return [choice.text for choice in made.choices]
 
@@ -142,7 +143,20 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert [entry.top_logprobs[0].token for entry in logprobs.content] == [entry.token for entry in logprobs.content]
 
 
-def test_errors_are_the_client_s_own_classes(served: Served, client: openai.OpenAI, smollm2_hf: Path) -> None:
+@pytest.fixture(scope="module")
+def unlimited(served: Served, smollm2_hf: Path) -> Iterator[openai.OpenAI]:
+    """Client of a gateway that does not know the engine's limits."""
+    import openai
+
+    gateway = Gateway.start(options(served, smollm2_hf, models=(ServedModel(name=MODEL, tokenizer=smollm2_hf),)))
+    try:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client:
+            yield client
+    finally:
+        gateway.stop()
+
+
+def test_errors_are_the_client_s_own_classes(client: openai.OpenAI, unlimited: openai.OpenAI) -> None:
     import openai
 
     with pytest.raises(openai.NotFoundError, match=f"does not exist; served: {MODEL}"):
@@ -157,32 +171,21 @@ def test_errors_are_the_client_s_own_classes(served: Served, client: openai.Open
             model=MODEL, messages=hello(), tools=[{"type": "function", "function": {"name": "f"}}]
         )
     # What only the engine knows, it says itself.
-    bare = ServedModel(name=MODEL, tokenizer=smollm2_hf)
-    gateway = Gateway.start(options(served, smollm2_hf, models=(bare,)))
-    try:
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as unlimited:
-            with pytest.raises(openai.BadRequestError, match="max_input_len"):
-                unlimited.completions.create(model=MODEL, prompt="word " * 2000)
-            with pytest.raises(openai.BadRequestError, match="max_seq_len"):
-                unlimited.completions.create(model=MODEL, prompt="word", max_tokens=5000)
-    finally:
-        gateway.stop()
+    with pytest.raises(openai.BadRequestError, match="max_input_len"):
+        unlimited.completions.create(model=MODEL, prompt="word " * 2000)
+    with pytest.raises(openai.BadRequestError, match="max_seq_len"):
+        unlimited.completions.create(model=MODEL, prompt="word", max_tokens=5000)
 
 
-def test_requests_that_the_engine_refuses_leave_the_server_well(served: Served, smollm2_hf: Path) -> None:
+def test_requests_that_the_engine_refuses_leave_the_server_well(served: Served, unlimited: openai.OpenAI) -> None:
     """Asked for gRPC statuses (`triton_grpc_error`), tritonserver 2.51 says so at each, and crashes at some."""
     import openai
 
     log = served.cli.home / "logs" / f"serve-{served.name}.log"
     before = log.read_text(errors="replace").count("HandleCancellation")
-    gateway = Gateway.start(options(served, smollm2_hf, models=(ServedModel(name=MODEL, tokenizer=smollm2_hf),)))
-    try:
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client:
-            for _ in range(20):
-                with pytest.raises(openai.BadRequestError, match="max_seq_len"):
-                    client.completions.create(model=MODEL, prompt="word", max_tokens=5000)
-    finally:
-        gateway.stop()
+    for _ in range(20):
+        with pytest.raises(openai.BadRequestError, match="max_seq_len"):
+            unlimited.completions.create(model=MODEL, prompt="word", max_tokens=5000)
     assert log.read_text(errors="replace").count("HandleCancellation") == before
     assert served.generate(text_input="The capital of France is", max_tokens=4)["text_output"]
 

@@ -40,7 +40,6 @@ UNSUPPORTED_INPUTS = (
     "prompt_embedding_table",
     "cross_attention_mask",
     "mrope_rotary_cos_sin",
-    "lora_task_id",
     "lora_weights",
     "context_phase_params",
     "guided_decoding_guide",
@@ -54,7 +53,6 @@ UNSUPPORTED_PARAMETERS = (
     "medusa_choices",
     "eagle_choices",
     "lookahead_window_size",
-    "lora_prefetch_dir",
 )
 
 
@@ -507,6 +505,9 @@ def _engine(parameters, model_repository, max_queue_size):
         options["kv_cache_tokens"] = int(tokens)
     if parameters.get("kv_cache_free_gpu_mem_fraction"):
         options["kv_cache_free_gpu_mem_fraction"] = float(parameters["kv_cache_free_gpu_mem_fraction"])
+    if parameters.get("lora_prefetch_dir"):
+        # Not only at the start: the engine process looks into the folder at each request that names an adapter.
+        options["adapters"] = str(Path(model_repository).parent / parameters["lora_prefetch_dir"])
     passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
     if passport["sm"] is None:
         options["device"] = "cpu"
@@ -539,6 +540,7 @@ def _message(request, ids, length, row, copy):
         "end_id": _scalar(request, "end_id", None, row),
         "stop_words": _unpack_words(request, "stop_words_list", row),
         "bad_words": _unpack_words(request, "bad_words_list", row),
+        "adapter": _scalar(request, "lora_task_id", 0, row),
         "return_log_probs": bool(_scalar(request, "return_log_probs", False, row)),
         "return_context_logits": bool(_scalar(request, "return_context_logits", False, row)),
         "return_generation_logits": bool(_scalar(request, "return_generation_logits", False, row)),

@@ -82,6 +82,7 @@ class TritonPythonModel:
         from tensorrt_llm import LLM, SamplingParams
 
         self.sampling_params = SamplingParams
+        self.adapters = _adapters(Path(__file__).parent / "lora")
         settings = yaml.safe_load((Path(__file__).parent / "model.yaml").read_text(encoding="utf-8"))
         triton = settings.pop("triton_config")
         self.decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
@@ -151,7 +152,8 @@ class TritonPythonModel:
         if streaming and not self.decoupled:
             raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
         prompt, wanted = _prompt(request), set(request.requested_output_names())
-        answer = self.llm.generate_async(prompt, self._sampling(request, wanted), streaming=streaming)
+        sampling, adapter = self._sampling(request, wanted), self._adapter(request)
+        answer = self.llm.generate_async(prompt, sampling, lora_request=adapter, streaming=streaming)
         watch = asyncio.create_task(self._watch(sender, answer))
         finished = False
         try:
@@ -179,6 +181,14 @@ class TritonPythonModel:
             if sender.is_cancelled():
                 answer.abort()
                 return
+
+    def _adapter(self, request):
+        name = _value(request, "lora_name")
+        if name is None:
+            return None
+        if name.decode("utf-8") not in self.adapters:
+            raise ValueError(f"no adapter is called '{name.decode('utf-8')}'")
+        return self.adapters[name.decode("utf-8")]
 
     def _sampling(self, request, wanted):
         chosen = {}
@@ -272,6 +282,20 @@ class _Metrics:
         if number != before:
             metric.set(number)
             self.gauges[label, value][1] = number
+
+
+def _adapters(folder):
+    """Requests of the LLM API by the names of the adapters beside this file, whose folders have their numbers."""
+    if not folder.is_dir():
+        return {}
+    from tensorrt_llm.executor.request import LoRARequest
+
+    out = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.isdigit():
+            name = json.loads((path / "adapter.json").read_text(encoding="utf-8"))["name"]
+            out[name] = LoRARequest(name, int(path.name), str(path.resolve()))
+    return out
 
 
 def _prompt(request):
