@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ class Demand:
         """`count` requests of clients that begin at `rate` per second."""
         load = Open(rate=rate * self.turns, requests=count)
         due = due_times(load, (SEED, 0), count=count) / 1e9
-        return [replace(one, arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
+        return [one._replace(arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
 
     def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
         """`count` requests of `concurrency` clients, each of which sends the next as soon as one is answered."""
@@ -105,13 +104,13 @@ def closed_loop(asked: list[Asked], concurrency: int) -> tuple[list[Asked], Foll
     """
     parts = generator((SEED, 3)).random(concurrency)
     first = [
-        replace(one, arrival=0.0, output=max(1, round(one.output * part)))
+        one._replace(arrival=0.0, output=max(1, round(one.output * part)))
         for one, part in zip(asked[:concurrency], parts.tolist(), strict=False)
     ]
     rest = iter(asked[concurrency:])
 
     def follow(index: int, now: float) -> Asked | None:
         more = next(rest, None)
-        return None if more is None else replace(more, arrival=now)
+        return None if more is None else more._replace(arrival=now)
 
     return first, follow

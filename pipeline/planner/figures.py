@@ -180,7 +180,7 @@ def _simulated(figure: Figure, made: Option) -> Prediction:
         arrivals = np.cumsum(gaps).tolist()
     else:
         arrivals = [0.0] * (figure.requests or 4 * made.limits.max_batch_size)
-    timeline = simulate([dataclasses.replace(one, arrival=at) for at in arrivals], made.places, made.seconds)
+    timeline = simulate([one._replace(arrival=at) for at in arrivals], made.places, made.seconds)
     return Prediction.whole(timeline, front)
 
 

@@ -422,9 +422,9 @@ def _beside(held: Judged, peer: dict[Figure, dict[str, float]]) -> list[str]:
     lines = [
         "## Beside AIConfigurator 0.12",
         "",
-        f"The {len(both)} runs that it can express: its tables for H100, H200, A100, L40S and B200, no rates. It is "
-        "given the number of sequences that our memory model says are in flight, or as many as it takes; ours are held "
-        "out.",
+        f"{len(both)} of the {sum(map(expressed, (one for one, _ in held)))} runs that it can express: its tables for "
+        "H100, H200, A100, L40S and B200, no rates. It is given the number of sequences that our memory model says are "
+        "in flight, or as many as it takes; ours are held out.",
         "",
         "| runs | number | tokens/s: ours | bias | AIConfigurator | bias | TTFT: ours | AIConfigurator | TPOT: ours | "
         "AIConfigurator |",
@@ -477,7 +477,7 @@ def _svg(points: Sequence[tuple[float, float]]) -> str:
 def peers(figures: Sequence[Figure], python: Path, scratch: Path) -> dict[Figure, dict[str, float]]:
     """What AIConfigurator says, in an environment of its own whose Python is given."""
     scratch.mkdir(parents=True, exist_ok=True)
-    kept = [one for one in figures if one.gpu in SYSTEMS and one.requests_per_s is None and one.output_tokens > 1]
+    kept = [one for one in figures if expressed(one)]
     rows = [_row(one, scratch) for one in kept]
     given, out = scratch / "rows.json", scratch / "said.json"
     given.write_text(json.dumps(rows))
@@ -485,6 +485,11 @@ def peers(figures: Sequence[Figure], python: Path, scratch: Path) -> dict[Figure
     subprocess.run([python, script, given, out, scratch / "operations.json"], check=True)
     said = json.loads(out.read_text())
     return {one: found for one, found in zip(kept, said, strict=True) if "tokens_per_s" in found}
+
+
+def expressed(figure: Figure) -> bool:
+    """Whether AIConfigurator can express a run."""
+    return figure.gpu in SYSTEMS and figure.requests_per_s is None and figure.output_tokens > 1
 
 
 def operations(scratch: Path) -> list[str]:
