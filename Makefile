@@ -101,8 +101,11 @@ bench-client: $(READY) ## the load tester's own error, cost and speed, against a
 bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, which it installs (5 GB in the user's cache)
 	$(BIN)/python -m tests.benchmarks.peers --write docs/measurements/peers.md
 
-bench-plan: $(READY) ## the planner against NVIDIA's published figures
-	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
+AICONFIGURATOR := .scratch/aiconfigurator
+bench-plan: $(READY) ## the planner and AIConfigurator, which it installs, against published figures (half an hour)
+	$(PYTHON) -m venv $(AICONFIGURATOR)
+	$(AICONFIGURATOR)/bin/pip install --quiet aiconfigurator==0.12.0
+	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md --peer-python $(AICONFIGURATOR)/bin/python
 
 bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
 	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md
