@@ -74,6 +74,7 @@ class Output:
     refusal            the reason, with the finish "refused"
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
+    scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
     context_logits     [prompt tokens, vocab_size] float32, on the first output only and if requested
     generation_logits  [len(tokens), vocab_size] float32 raw logits, if requested
     prompt_log_probs   [2, prompt tokens - 1], on the first output only and if requested: log softmax of each prompt
@@ -89,6 +90,7 @@ class Output:
     refusal: str = ""
     reused_blocks: int = 0
     allocated_blocks: int = 0
+    scheduled_ns: int = field(default=0, compare=False)
     context_logits: FloatArray | None = None
     generation_logits: FloatArray | None = None
     prompt_log_probs: FloatArray | None = None
@@ -96,6 +98,6 @@ class Output:
 
     @property
     def only_tokens(self) -> bool:
-        """Whether the output has neither log_probs nor logits."""
+        """Whether the output has neither log_probs nor logits, and is not the first."""
         arrays = (self.context_logits, self.generation_logits, self.prompt_log_probs)
-        return not self.log_probs and all(array is None for array in arrays)
+        return not self.scheduled_ns and not self.log_probs and all(array is None for array in arrays)

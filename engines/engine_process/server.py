@@ -290,6 +290,7 @@ def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
         "finish": output.finish,
         "reused_blocks": output.reused_blocks,
         "allocated_blocks": output.allocated_blocks,
+        "scheduled_ns": output.scheduled_ns,
     }
     if output.log_probs:
         entry["log_probs"] = output.log_probs

@@ -6,6 +6,7 @@ with PyTorch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -50,6 +51,7 @@ class _Flight:
     def __init__(self, request: Request, follower: Follower | None = None) -> None:
         self.sampler = Sampler(request, follower)
         self.cum_log_prob = 0.0
+        self.scheduled_ns = 0
         self.context_logits: FloatArray | None = None
         self.prompt_log_probs: FloatArray | None = None
         self.prompt_likeliest: IntArray | None = None
@@ -194,6 +196,10 @@ class Runtime:
         if not chunks:
             return outputs
         self._iteration += 1
+        now = time.monotonic_ns()
+        for chunk in self._last_context:
+            flight = self._flights[chunk.sequence.request.id]
+            flight.scheduled_ns = flight.scheduled_ns or now
         wanted = [self._logits_wanted(chunk) for chunk in chunks]
         spans = [
             Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows, c.sequence.request.adapter)
@@ -404,6 +410,7 @@ class Runtime:
             cum_log_prob=flight.cum_log_prob,
             reused_blocks=sequence.reused,
             allocated_blocks=sequence.allocated,
+            scheduled_ns=0 if sequence.generated else flight.scheduled_ns,
             context_logits=context,
             prompt_log_probs=scores,
             prompt_likeliest=None if scores is None else flight.prompt_likeliest,

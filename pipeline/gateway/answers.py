@@ -24,6 +24,7 @@ from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.parser import CallParser, ToolUse
+from trtpipe.pipeline.gateway.traces import RequestSpan
 from trtpipe.pipeline.gateway.upstream import Generation, Upstream
 
 _SSE = [
@@ -259,8 +260,9 @@ class Answer(Response):
     """The response to one request."""
 
     def __init__(
-        self, order: Order, text: Text, upstream: Upstream, counters: SharedCounters, arrived: float, deadline: float
-    ) -> None:
+        self, order: Order, text: Text, upstream: Upstream, counters: SharedCounters, arrived: float, deadline: float,
+        span: RequestSpan | None = None,
+    ) -> None:  # fmt: skip
         """`arrived` and `deadline` are times on the loop's clock."""
         self.order = order
         self.choices = [Choice(n, order, text, Generation(upstream, self._wake)) for n in range(len(order.requests))]
@@ -268,6 +270,7 @@ class Answer(Response):
         self._counters = counters
         self._deadline = deadline
         self._arrived = arrived
+        self._span = span
         self._dirty = False
         self._waiter: asyncio.Future[None] | None = None
         self._gone = False  # the client has left
@@ -309,6 +312,8 @@ class Answer(Response):
             if not self._first:
                 self._counters.add("waiting", -1)
             self._counters.answered(self.order.endpoint, status)
+            if self._span is not None:
+                self._span.answered(self.choices, status)
 
     # Receiving tokens
 
@@ -341,6 +346,8 @@ class Answer(Response):
             self._first = True
             self._counters.add("waiting", -1)
             self._counters.observe("first_token", asyncio.get_running_loop().time() - self._arrived)
+            if self._span is not None:
+                self._span.first_token()
 
     def _take(self, choice: Choice) -> str:
         """What `choice.take` gives. Its new tokens are counted, and share the time since the last one."""

@@ -38,6 +38,7 @@ from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.traces import SPAN, RequestSpan, Traced, Traces
 from trtpipe.pipeline.gateway.upstream import Upstream
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Gateway:
         self.prompts = Prompts(options, forks)
         self.upstream = Upstream(*options.upstream(), options.connections)
         self.started = int(time.time())
+        self.traces = Traces(options.traces_url) if options.traces_url else None
 
     def authorise(self, authorization: str) -> None:
         """Raises Failure 401 for a wrong key. Every key is compared, in the same time whatever was sent."""
@@ -103,6 +105,7 @@ class Gateway:
 
     async def answer(self, request: Request) -> Answer:
         arrived = asyncio.get_running_loop().time()
+        span: RequestSpan | None = request.scope.get(SPAN)
         self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.counters.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
@@ -141,6 +144,7 @@ class Gateway:
                 ends=[-1, *ends] if scored else ends,
                 pad_id=text.pad_id,
                 log_probs=log_probs is not None,
+                traced=span,
                 prompt_log_probs=scored,
                 bias=bias,
                 guide=prepared.guide and prepared.guide.guide,
@@ -169,7 +173,9 @@ class Gateway:
             guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),
         )
-        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
+        if span is not None:
+            span.prepared(order)
+        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s, span)
 
 
 def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
@@ -238,6 +244,8 @@ def build(
         yield
         gateway.prompts.close()
         await gateway.upstream.close()
+        if gateway.traces is not None:
+            gateway.traces.close()
 
     # No pages that describe the API: they would be the only pages that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -247,6 +255,9 @@ def build(
         app.add_middleware(
             CORSMiddleware, allow_origins=options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
+
+    if gateway.traces is not None:
+        app.add_middleware(Traced, traces=gateway.traces)
 
     def refuse(request: Request, failure: Failure) -> Response:
         gateway.count(request.scope["path"], failure.status)

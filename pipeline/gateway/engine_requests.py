@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from trtpipe.engines.adapters import Placed
 from trtpipe.engines.sampling import Guide, SamplingParams
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.traces import ASK_TIMES, TIMES, RequestSpan
 from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
 
 _LENGTH = struct.Struct("<I")
@@ -39,10 +40,14 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
+    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input.
+
+    metadata  headers of the call
+    """
 
     start: bytes
     stop: bytes | None
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 def require_tokens(model: EngineModel) -> None:
@@ -90,6 +95,7 @@ def engine_request(
     bias: array[float] | None = None,
     guide: Guide | None = None,
     adapter: Placed | None = None,
+    traced: RequestSpan | None = None,
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
 
@@ -97,6 +103,7 @@ def engine_request(
     ends      token ids that end the answer; none makes it go on to `max_tokens`
     bias      added to the logits, one number for each token of the vocabulary
     guide     form that the answer must have
+    traced    span of the request, which also makes the engine report its times
 
     `require_*` say whether the model can do what is not for every model.
     """
@@ -109,6 +116,9 @@ def engine_request(
     if log_probs:
         tensors.append(_flag(model, "return_log_probs", True))
         outputs.append("output_log_probs")
+    if traced is not None and ASK_TIMES in model.inputs and model.outputs >= set(TIMES):
+        tensors.append(_flag(model, ASK_TIMES, True))
+        outputs += TIMES
     if prompt_log_probs:
         tensors.append(_flag(model, "return_prompt_log_probs", True))
         outputs += ["prompt_log_probs", "prompt_likeliest"]
@@ -120,7 +130,8 @@ def engine_request(
             _text(model, "guided_decoding_guide", guide.text),
         ]
     start = infer_request(model.name, tensors, outputs, request_id=request_id)
-    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
+    stop = _stop(model, request_id) if "stop" in model.inputs else None
+    return EngineRequest(start, stop, () if traced is None else traced.metadata)
 
 
 def _tensorrt_llm(

@@ -77,6 +77,7 @@ class GatewayOptions:
     linger_s       seconds after a TERM signal in which requests are still taken. Meanwhile /health/ready says no, and
                    each answer ends its connection, so that clients go elsewhere before the port closes
     drain_s        seconds that running answers then have to end
+    traces_url     where spans of requests are sent, see traces.traces_url; None sends none
     """
 
     models: tuple[ServedModel, ...]
@@ -96,6 +97,7 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: int = 0
     drain_s: int = 5
+    traces_url: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""

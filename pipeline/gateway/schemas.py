@@ -23,7 +23,7 @@ _BOUNDS = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }  # fmt: skip
 _OF = {keyword: kind for kind, keywords in _BOUNDS.items() for keyword in keywords}
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
     "number": (int, float),
 }  # fmt: skip

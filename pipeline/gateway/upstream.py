@@ -115,6 +115,7 @@ class Generation:
         "done",
         "ended",
         "failure",
+        "last",
         "log_probs",
         "prompt_likeliest",
         "prompt_log_probs",
@@ -131,6 +132,7 @@ class Generation:
         self.begun = False
         self.done = False  # set when the engine says so
         self.failure: Failure | None = None
+        self.last: dict[str, bytes] = {}  # outputs of the last response with tokens
         self.refused: Status | None = None  # refused before it began: may be sent again
         self.ended = asyncio.Event()  # set when its stream has ended, in whatever way
         self._left = False  # nobody wants the rest of the answer
@@ -145,7 +147,7 @@ class Generation:
         self._stop = request.stop
         try:
             self._stream = await self._upstream.pool.start(
-                STREAM_INFER, request.start, on_data=self._data, on_end=self._end
+                STREAM_INFER, request.start, on_data=self._data, on_end=self._end, metadata=request.metadata
             )
         except H2Error as error:
             raise gone(str(error)) from None
@@ -201,6 +203,7 @@ class Generation:
         self._wake()
 
     def _tokens(self, raw: bytes, outputs: dict[str, bytes]) -> None:
+        self.last = outputs
         length = outputs.get("sequence_length")
         if len(raw) == 4 and (length == _ONE or not length):
             self.tokens += _INT32.unpack(raw)

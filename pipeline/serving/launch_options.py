@@ -15,6 +15,7 @@ from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
+from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -48,6 +49,7 @@ class LaunchOptions:
     shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
+    otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
     """
 
     front: str = "triton"
@@ -69,6 +71,7 @@ class LaunchOptions:
     shm_size: str | None = None
     engine_python: str | None = None
     allow_model_code: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for options that are wrong whatever is served."""
@@ -137,6 +140,7 @@ def gateway_options(
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
+        traces_url=traces_url(options.otlp_endpoint),
     )
     for one in served:
         for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():

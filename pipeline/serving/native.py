@@ -97,6 +97,7 @@ def _port(options: LaunchOptions) -> int:
         "--cors-origin": bool(options.cors_origins),
         "--tool-format": options.tool_format is not None,
         "--gateway-workers": options.gateway_workers != 1,
+        "--otlp-endpoint": options.otlp_endpoint is not None,
     }
     for option, given in of_gateway.items():
         if given:

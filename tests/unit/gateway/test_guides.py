@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def text(asked: Asked, name: str) -> str:
     """A text input: its length, then its bytes."""
-    return asked.raw[name][4:].decode()
+    return bytes(asked.raw[name][4:]).decode()
 
 
 @pytest.mark.process

@@ -369,7 +369,8 @@ class _Sequence:
 
     def extend(self, entry, blob):
         now = time.monotonic_ns()
-        self.first_scheduled = self.first_scheduled or now
+        # The time of the engine process, which has this machine's clock; 0 from a runtime that does not know it.
+        self.first_scheduled = self.first_scheduled or entry.get("scheduled_ns", 0)
         if entry["tokens"]:
             self.first_token = self.first_token or now
             self.last_token = now

@@ -183,7 +183,7 @@ def test_a_grammar_that_takes_hours_to_compile_is_given_up_and_others_are_compil
     monkeypatch.setattr(grammars, "SECONDS", 1)
     (tmp_path / "info.json").write_text(tokenizer_info(folder))
     compiling = grammars.Grammars(tmp_path / "info.json", VOCAB)
-    properties = {f"p{number}": {} for number in range(3000)}  # any of them, in 2 ** 3000 combinations
+    properties: dict[str, Any] = {f"p{number}": {} for number in range(3000)}  # any of them, in 2 ** 3000 combinations
     bomb = compiling.compile(Guide("json_schema", json.dumps({"type": "object", "properties": properties})))
     assert compiling.compile(Guide("regex", "[ab]")).result(60).memory_size_bytes > 0
     with pytest.raises(RequestRefused, match=r"takes more than 1 s of processor time or 1024 MB"):
