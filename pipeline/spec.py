@@ -50,6 +50,7 @@ SCALARS = (
     "moe_ep",
     "load",
     "accept_accuracy",
+    "tasks",
 )
 # Setting whose fields are names of adapters, with their folders.
 LORA = "lora"
@@ -85,6 +86,7 @@ class BuildSpec:
     precision: Precision
     calibration: CalibrationConfig
     accept_accuracy: bool
+    tasks: tuple[str, ...]
     runtime: str
     usual_runtime: str
     toolchain: Toolchain
@@ -247,6 +249,7 @@ def resolve(
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
+    tasks = _tasks(chosen, quantized=precision.recipe is not None)
     toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
@@ -295,6 +298,7 @@ def resolve(
         Value("toolchain", toolchain.name, origin("toolchain")),
         Value("executor", executor, origin("executor")),
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
+        *([Value("tasks", list(tasks), origin("tasks"))] if tasks else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
         *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
@@ -327,8 +331,9 @@ def resolve(
             grouped.setdefault(group, {})[name] = value.value
     spec = BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
-        runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor, mapping=mapping,
-        build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values), adapters=adapters,
+        tasks=tasks, runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor,
+        mapping=mapping, build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values),
+        adapters=adapters,
     )  # fmt: skip
     if shape is not None:
         spec.judge(shape)
@@ -457,6 +462,17 @@ def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:
     if not isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not true or false")
     return value
+
+
+def _tasks(chosen: dict[str, tuple[Any, str]], *, quantized: bool) -> tuple[str, ...]:
+    """Files of the tasks that the accuracy gate scores."""
+    value, label = chosen.get("tasks", ([], "default"))
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+        raise _error(label)(f"{label}: tasks is {value!r}, not a file or a list of files")
+    if files and not quantized:
+        raise _error(label)("tasks are for a quantized model", why="they are scored where its accuracy is checked")
+    return tuple(files)
 
 
 def _quantization_values(precision: Precision, origin: Callable[..., str], accept: bool) -> list[Value]:

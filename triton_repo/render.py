@@ -26,9 +26,10 @@ from trtpipe.engines.lora_arrays import ARRAY_WEIGHTS
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import check_configs
-from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER, TOKENIZER_FOLDER
+from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER, TOKENIZER_FOLDER, TOKENIZER_INFO
 from trtpipe.triton_repo.llmapi import place_llmapi
 from trtpipe.triton_repo.serving import ServingConfig
+from trtpipe.triton_repo.shared_text import tokenizer_info
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Module that the text models share; its name must be unique, since a stub imports it through sys.path.
@@ -76,6 +77,7 @@ def render(
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
+    (out / TOKENIZER_INFO).write_text(tokenizer_info(tokenizer), encoding="utf-8")
     for model, values in _values(passport, serving, adapters).items():
         template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model
         _write_config(template, values, out / model)
@@ -151,6 +153,7 @@ def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -
             f"serving.triton_max_batch_size {batch} exceeds the engine's max_batch_size {limit}",
             remedy="lower it, or raise build.max_batch_size",
         )
+    ours = load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
     tokenizer_dir = prefix + TOKENIZER_FOLDER
     text_parameters = {"tokenizer_dir": tokenizer_dir}
@@ -197,8 +200,8 @@ def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -
             "decoupled": serving.decoupled,
             "max_queue_delay_microseconds": serving.max_queue_delay_microseconds,
             "max_queue_size": serving.max_queue_size,
-            "inputs": tensors.ENGINE_INPUTS,
-            "outputs": tensors.ENGINE_OUTPUTS,
+            "inputs": tensors.ENGINE_INPUTS + (tensors.OWN_INPUTS if ours else ()),
+            "outputs": tensors.ENGINE_OUTPUTS + (tensors.OWN_OUTPUTS if ours else ()),
             "parameters": {**_engine_parameters(prefix, serving), **_adapter_parameters(passport, prefix, adapters)},
             "instance_count": serving.engine_instance_count or 1,
         },
@@ -240,10 +243,10 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "normalize_log_probs": _boolean(serving.normalize_log_probs),
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
         "stats_check_period_ms": str(serving.stats_check_period_ms),
-        # The backend looks up these three keys without a default: the keys must exist; an empty value means off.
-        "tokenizer_dir": "",
-        "guided_decoding_backend": "",
-        "xgrammar_tokenizer_info_path": "",
+        # Guided decoding: the C++ backend reads the information file, a backend in Python may read the tokenizer.
+        "tokenizer_dir": prefix + TOKENIZER_FOLDER,
+        "guided_decoding_backend": "xgrammar",
+        "xgrammar_tokenizer_info_path": prefix + TOKENIZER_INFO,
     }
     for name in ("max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length"):
         value = getattr(serving, name)

@@ -44,6 +44,13 @@ GroupSize = Annotated[int | None, typer.Option(help="Number of input features th
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Task to score the original and the quantized model on: a YAML file of lm-eval's form, with local data; "
+        "repeatable."
+    ),
+]
 Runtime = Annotated[
     str | None,
     typer.Option(

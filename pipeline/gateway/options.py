@@ -7,8 +7,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.gateway.tools.formats import FORMATS
 
 # A scheme, a host in small letters and a port, as browsers write an origin.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
@@ -30,7 +31,9 @@ class ServedModel:
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
+    vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
     adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
+    tool_format    name of the format in which it writes calls of tools; None where its chat template says it
     """
 
     name: str
@@ -39,7 +42,15 @@ class ServedModel:
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    vocab_size: int | None = None
     adapters: Path | None = None
+    tool_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_format is not None and self.tool_format not in FORMATS:
+            raise UsageError(
+                f"unknown format of tool calls '{self.tool_format}'", remedy=suggestion(self.tool_format, FORMATS)
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +77,7 @@ class GatewayOptions:
     linger_s       seconds after a TERM signal in which requests are still taken. Meanwhile /health/ready says no, and
                    each answer ends its connection, so that clients go elsewhere before the port closes
     drain_s        seconds that running answers then have to end
+    traces_url     where spans of requests are sent, see traces.traces_url; None sends none
     """
 
     models: tuple[ServedModel, ...]
@@ -85,6 +97,7 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: int = 0
     drain_s: int = 5
+    traces_url: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""

@@ -18,12 +18,15 @@ from typing import Any
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import python_command
+from trtpipe.engines.sampling import Guide
 from trtpipe.pipeline.gateway.access import KEYS_VARIABLE
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
+from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 # A text of this size is tokenised in some 10 ms, which is the cost of a process of its own.
 SMALL_BYTES = 16 << 10
@@ -32,17 +35,25 @@ LARGE_TOGETHER, LARGE_WAITING = 2, 16
 STOP_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
 
     adapter  name of the model's adapter; None for the model itself
+    bias     token id -> what is added to its logit
+    echoes   texts of the prompts, where answers begin with them; else empty
+    guide    form that the answers must have
+    tools    how the answers may call tools; None where they may not
     """
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
     max_tokens: int
     adapter: str | None
+    bias: dict[int, float]
+    echoes: tuple[str, ...] = ()
+    guide: Asked | None = None
+    tools: ToolUse | None = None
 
 
 class ForkServer:
@@ -143,7 +154,17 @@ class Prompts:
             prompts.append(array("i", ids[start : start + 4 * length]))
             start += 4 * length
         _, kept = KINDS[endpoint]
-        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"], head["adapter"])
+        guide = head["guide"]
+        return Prepared(
+            options=kept.model_validate(head["options"]),
+            prompts=prompts,
+            max_tokens=head["max_tokens"],
+            adapter=head["adapter"],
+            bias=dict(head["bias"]),
+            echoes=tuple(head.get("echoes", ())),
+            guide=guide and Asked(Guide(guide["kind"], guide["text"]), guide["param"]),
+            tools=ToolUse(**head["tools"]) if head["tools"] else None,
+        )
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:
         """Reply of a prompt process, see there. Raises Failure."""

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtpipe.configs import facts
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
+from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -38,12 +41,15 @@ class LaunchOptions:
     gateway_workers      number of the gateway's processes
     api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
     tls_cert, tls_key    the gateway's certificate and key, PEM files
+    tool_format          format in which the only target's model writes calls of tools; that of its model file, or of
+                         its chat template, if left out
     model_names          names of the only target's model at the gateway; the target's name if left out
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
+    otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
     """
 
     front: str = "triton"
@@ -59,11 +65,13 @@ class LaunchOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     model_names: tuple[str, ...] = ()
+    tool_format: str | None = None
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str | None = None
     engine_python: str | None = None
     allow_model_code: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for options that are wrong whatever is served."""
@@ -120,7 +128,7 @@ def gateway_options(
     """
     chosen = GatewayOptions(
         models=tuple(
-            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER))
+            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format)
             for one, passport in zip(served, passports, strict=True)
         ),
         # A server that listens on all addresses is reached on loopback.
@@ -132,6 +140,7 @@ def gateway_options(
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
+        traces_url=traces_url(options.otlp_endpoint),
     )
     for one in served:
         for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
@@ -140,7 +149,8 @@ def gateway_options(
     return chosen
 
 
-def _gateway_model(served: Served, passport: Passport, adapters: Path) -> ServedModel:
+def _gateway_model(served: Served, passport: Passport, adapters: Path, tool_format: str | None) -> ServedModel:
+    built_from = passport.weights.get("model")
     return ServedModel(
         name=served.model_names[0],
         aliases=served.model_names[1:],
@@ -148,13 +158,22 @@ def _gateway_model(served: Served, passport: Passport, adapters: Path) -> Served
         triton_model=served.model(ENGINE_MODEL),
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
+        vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
+        tool_format=tool_format or (facts.find_tool_format(built_from) if built_from else None),
         adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
 
 
-def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
+def _vocab_size(config: Path) -> int | None:
+    """Tokens that an engine gives logits for, of its own config.json or that of a Hugging Face folder."""
+    raw = read_json(config, "engine config") if config.is_file() else {}
+    size = raw.get("pretrained_config", raw).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def gateway_model(target: str, names: tuple[str, ...], tool_format: str | None) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     served = Served(name=found, repository=repository, names=names)
-    return _gateway_model(served, passport, repository / ADAPTER_FOLDER)
+    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format)

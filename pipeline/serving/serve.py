@@ -21,6 +21,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
@@ -72,8 +73,9 @@ def launch(
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
-    if options.model_names and len(targets) > 1:
-        raise UsageError("--served-model-name is for one target", remedy="leave it out, or serve the targets apart")
+    for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
+        if given and len(targets) > 1:
+            raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
     passports = [check_passport(name, repository) for name, repository in targets]
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
@@ -102,6 +104,7 @@ def launch(
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
+    traces = traces_url(options.otlp_endpoint)
     folder = store.home / "servers" / name
     served = _served(targets, options)
     gateway = None
@@ -125,7 +128,9 @@ def launch(
         installation = tritonserver.find_installation()
         backends = folder / "backends"
         tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python or sys.executable)
-        start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
+        start = partial(
+            tritonserver.start_local, installation, models, names, backends, endpoints, log, traces_url=traces
+        )
     else:
         image = server_image(options, passport)
         DockerExecutor(image).require()
@@ -133,7 +138,7 @@ def launch(
             tritonserver.start_docker,
             image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, traces_url=traces,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)

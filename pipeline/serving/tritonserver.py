@@ -228,8 +228,9 @@ def prepare_backends(
 
 
 def start_local(
-    installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path
-) -> subprocess.Popen[bytes]:
+    installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path, *,
+    traces_url: str | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of this environment on the repository `models`, which is also its working folder."""
     options = ServerOptions(
         program=str(installation.server),
@@ -242,6 +243,7 @@ def start_local(
         backends=str(backends),
         caches=str(installation.caches),
         exit_timeout=int(STOP_SECONDS) // 2,
+        traces_url=traces_url,
     )
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
@@ -254,7 +256,7 @@ def start_local(
 
 def start_docker(
     image: str, models: Path, names: Sequence[str], reads: Sequence[Path], endpoints: Endpoints, log: Path, *,
-    world_size: int, gpus: tuple[int, ...] | None, shm_size: str,
+    world_size: int, gpus: tuple[int, ...] | None, shm_size: str, traces_url: str | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of a toolchain's image on the repository `models`; `reads` are the folders it links to."""
     options = ServerOptions(
@@ -267,6 +269,7 @@ def start_docker(
         exit_timeout=int(STOP_SECONDS) // 2,
         histograms=True,
         root=os.geteuid() == 0,
+        traces_url=traces_url,
     )
     command = server_command(options, world_size=world_size)
     return spawn_in_docker(image, command, reads, models, log, gpus=gpus, shm_size=shm_size)

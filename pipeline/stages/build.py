@@ -104,6 +104,7 @@ class Build(Stage):
         if "accuracy" in job.inputs:
             measured = read_json(job.inputs["accuracy"] / JSON_NAME, "accuracy")
             accuracy = {name: measured[name] for name in IN_PASSPORT}
+            accuracy |= {"tasks": measured["tasks"]} if measured.get("tasks") else {}
         passport = _passport(settings, checkpoint.path, job.digests["checkpoint"], {**made, **where}, accuracy)
         passport.write(engine.path)
         off = disabled_features(job.log.read_text(encoding="utf-8", errors="replace")) if backend.COMPILED else ()

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
 from trtpipe.pipeline.serving.serve import stop
 from trtpipe.pipeline.serving.servers import recorded
 from trtpipe.pipeline.store.store import Store
@@ -29,6 +30,7 @@ from trtpipe.pipeline.store.store import Store
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime
 
+CAPITALS = ROOT / "tests" / "data" / "tasks" / "capitals.yaml"
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
 
@@ -248,7 +250,8 @@ def four_layers(smollm2_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def quantized_build(four_layers: Path) -> list[str]:
     """`trtpipe build` of the four layers in FP8, as its words."""
     settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
-    return ["build", "--model", str(four_layers), *FP8, *(word for one in settings for word in ("--set", one))]
+    words = (word for one in settings for word in ("--set", one))
+    return ["build", "--model", str(four_layers), *FP8, *words, "--tasks", str(CAPITALS)]
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -143,6 +144,67 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert [entry.top_logprobs[0].token for entry in logprobs.content] == [entry.token for entry in logprobs.content]
 
 
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_in_a_form_whole_and_in_pieces(client: openai.OpenAI) -> None:
+    import jsonschema
+    import openai
+
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+    asked = hello("Who was Marie Curie?")
+    made = client.chat.completions.create(model=MODEL, messages=asked, max_tokens=100, seed=3, response_format=wanted)
+    assert made.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(made.choices[0].message.content or ""), PERSON)
+    pieces = client.chat.completions.create(
+        model=MODEL, messages=asked, max_tokens=100, seed=3, response_format=wanted, stream=True
+    )
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    assert said == made.choices[0].message.content
+    chosen = client.completions.create(
+        model=MODEL, prompt="The capital of France is", extra_body={"structured_outputs": {"choice": ["Oslo", "Paris"]}}
+    )
+    assert chosen.choices[0].text in ("Oslo", "Paris")
+    with pytest.raises(openai.BadRequestError, match="parenthesis is not closed") as refused:
+        client.completions.create(model=MODEL, prompt="x", extra_body={"structured_outputs": {"regex": "(a"}})
+    assert refused.value.param == "structured_outputs.regex"
+
+
+def test_log_probabilities_of_prompts_and_a_bias(client: openai.OpenAI) -> None:
+    prompt = [504, 3575, 282, 4649, 314]  # The capital of France is
+    fields: Any = {"model": MODEL, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    first, second = client.completions.create(prompt=[prompt, prompt[:2]], **fields).choices
+    assert first.text.startswith("The capital of France is")
+    told = first.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert told.tokens[:5] == ["The", " capital", " of", " France", " is"]
+    assert len(told.tokens) == 6
+    assert told.token_logprobs[0] is None
+    assert all(
+        value <= max(top.values()) for value, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True)
+    )
+    assert second.logprobs is not None
+    assert second.logprobs.token_logprobs is not None
+    assert second.logprobs.token_logprobs[1] == pytest.approx(told.token_logprobs[1], abs=0.05)
+    likeliest = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=1).choices[0].text
+    banned = client.completions.create(
+        model=MODEL, prompt=prompt, temperature=0, max_tokens=1, logit_bias={"7042": -100}
+    )
+    assert likeliest == " Paris"
+    assert banned.choices[0].text != " Paris"
+
+
 @pytest.fixture(scope="module")
 def unlimited(served: Served, smollm2_hf: Path) -> Iterator[openai.OpenAI]:
     """Client of a gateway that does not know the engine's limits."""
@@ -166,7 +228,7 @@ def test_errors_are_the_client_s_own_classes(client: openai.OpenAI, unlimited: o
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as refused:
         client.chat.completions.create(model=MODEL, messages=hello(), extra_body={"temprature": 1})
     assert refused.value.param == "temprature"
-    with pytest.raises(openai.BadRequestError, match="'tools' is not supported"):
+    with pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
         client.chat.completions.create(
             model=MODEL, messages=hello(), tools=[{"type": "function", "function": {"name": "f"}}]
         )

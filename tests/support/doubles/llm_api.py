@@ -1,9 +1,10 @@
 """A contract double of TensorRT-LLM's LLM API (PyTorch, 1.3): its arguments, requests, results and statistics.
 
-It computes no model: an answer repeats its prompt, token by token, and then ends with its end id. Arguments are those
-of TorchLlmArgs and SamplingParams, and any other is refused as they refuse it. At most `max_batch_size` requests are
-active, the others wait; a step gives each active request a token, and statistics if they are asked for. One file of the
-standard library: it is copied beside a model's script, which imports it under the name of the real package.
+It computes no model: an answer repeats its prompt, or its guide, token by token, and then ends with its end id.
+Arguments are those of TorchLlmArgs and SamplingParams, and any other is refused as they refuse it. At most
+`max_batch_size` requests are active, the others wait; a step gives each active request a token, and statistics if they
+are asked for. One file of the standard library: it is copied beside a model's script, which imports it under the name
+of the real package.
 
 A request with the seed 13 is one on which the engine breaks. One with an adapter repeats its prompt backwards.
 
@@ -16,6 +17,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -27,7 +29,8 @@ ARGUMENTS = {
     "model": str, "backend": str, "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_batch_size": int,
     "max_input_len": int, "max_seq_len": int, "max_num_tokens": int, "max_beam_width": int, "kv_cache_config": dict,
     "enable_chunked_prefill": bool, "scheduler_config": dict, "enable_iter_perf_stats": bool, "cuda_graph_config": dict,
-    "disable_overlap_scheduler": bool, "stream_interval": int, "enable_lora": bool, "lora_config": dict,
+    "disable_overlap_scheduler": bool, "stream_interval": int, "guided_decoding_backend": str, "enable_lora": bool,
+    "lora_config": dict,
 }  # fmt: skip
 CACHE = {
     "dtype": str, "tokens_per_block": int, "free_gpu_memory_fraction": float, "enable_block_reuse": bool,
@@ -37,6 +40,19 @@ ADAPTERS = {"lora_target_modules": list, "max_lora_rank": int, "max_loras": int,
 SCHEDULER = {"capacity_scheduler_policy": str}
 POLICIES = ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH")
 BLOCKS = 64
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class GuidedDecodingParams:
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
+
+
+# The real package has it in a module of its own.
+sys.modules[f"{__name__}.llmapi"] = sys.modules[__name__]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -62,6 +78,7 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     ignore_eos: bool = False
     detokenize: bool = True
+    guided_decoding: GuidedDecodingParams | None = None
 
     def __post_init__(self) -> None:
         self.best_of = self.best_of or self.n
@@ -128,6 +145,9 @@ class RequestOutput:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[list[int], str | None]] = asyncio.Queue()
         self._ends = set(sampling.stop_token_ids or ())
+        guide = sampling.guided_decoding
+        given = [] if guide is None else [value for value in dataclasses.astuple(guide) if value]
+        self._says = tokenizer.encode(str(given[0])) if given else prompt
 
     def abort(self) -> None:
         self.stopped = True
@@ -135,10 +155,10 @@ class RequestOutput:
     def step(self) -> bool:
         """Make a token; whether it was the last. Called by the engine's thread."""
         self.made += 1
-        token = self.prompt_token_ids[(self.made - 1) % len(self.prompt_token_ids)]
+        token = self._says[(self.made - 1) % len(self._says)]
         reason = None
         end = self._sampling.end_id if self._sampling.end_id is not None else self._tokenizer.end
-        if not self._sampling.ignore_eos and self.made > len(self.prompt_token_ids):
+        if not self._sampling.ignore_eos and self.made > len(self._says):
             token, reason = end, "stop"
         elif token in self._ends:
             reason = "stop"
@@ -183,6 +203,7 @@ class LLM:
         if scheduler.get("capacity_scheduler_policy", POLICIES[0]) not in POLICIES:
             raise ValueError(f"1 validation error for SchedulerConfig\ncapacity_scheduler_policy\n  {scheduler}")
         self._tokenizer = _Tokenizer(arguments["model"])
+        self._guided = "guided_decoding_backend" in arguments
         self._most = arguments.get("max_batch_size", 2048)
         self._longest = arguments.get("max_seq_len", 1 << 30)
         adapters = arguments.get("lora_config")
@@ -209,6 +230,8 @@ class LLM:
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         if len(prompt) + 1 > self._longest:
             raise ValueError(f"The prompt length ({len(prompt)}) exceeds max_seq_len ({self._longest})")
+        if sampling.guided_decoding is not None and not self._guided:
+            raise ValueError("Guided decoding is not enabled. Please set `guided_decoding_backend`.")
         if sampling.seed == 13:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if lora_request is not None:

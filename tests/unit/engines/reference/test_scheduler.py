@@ -227,7 +227,10 @@ def test_every_request_is_served_in_full_whatever_the_load(
         decoding = [sequence for sequence in scheduler.running if sequence.remaining == 1]
         chunks = scheduler.schedule()
         check_step(scheduler, chunks, batch, tokens)
-        assert [*scheduler.running, *scheduler.waiting] == [s for s in submitted if s.generated < s.request.max_tokens]
+        left = [s for s in submitted if s.generated < s.request.max_tokens]
+        # With reuse a prompt may wait for one that begins alike.
+        assert sorted([*scheduler.running, *scheduler.waiting], key=submitted.index) == left
+        assert reuse or [*scheduler.running, *scheduler.waiting] == left
         scheduled = [chunk.sequence for chunk in chunks]
         assert all(sequence in scheduled or sequence.paused for sequence in decoding)
         if policy == "guaranteed_no_evict":
@@ -242,7 +245,9 @@ def test_every_request_is_served_in_full_whatever_the_load(
                 if chunk.sequence.generated == chunk.sequence.request.max_tokens:
                     scheduler.finish(chunk.sequence)
     assert not scheduler.has_work
-    assert started == [sequence for _, sequence in sorted(arriving, key=lambda pair: pair[0])]
+    in_order = [sequence for _, sequence in sorted(arriving, key=lambda pair: pair[0])]
+    assert sorted(started, key=in_order.index) == in_order
+    assert reuse or started == in_order
     for sequence in sequences:
         prompt = len(sequence.request.prompt)
         assert sequence.tokens[prompt:] == [1000 + n for n in range(prompt, prompt + sequence.request.max_tokens)]
@@ -266,3 +271,25 @@ def check_step(scheduler: Scheduler, chunks: list[Chunk], batch: int, tokens: in
     held = [block for sequence in scheduler.running for block in sequence.blocks]
     assert all(held.count(block) == 1 for block in written)
     assert scheduler.pool.used == len(set(held))
+
+
+def test_a_prompt_that_another_is_computing_waits_for_it_and_is_computed_once() -> None:
+    scheduler = make(16, tokens=32, reuse=True)
+    add(scheduler, "a", 10, 2)
+    add(scheduler, "same", 10, 2)
+    add(scheduler, "other", 6, 1, first=50)
+    assert play(scheduler) == [("a", 0, 10), ("other", 0, 6)]
+    # Two blocks of four are shared; only the rest is computed.
+    assert play(scheduler) == [("a", 10, 1), ("same", 8, 2)]
+    assert play(scheduler) == [("same", 10, 1)]
+    assert not scheduler.has_work
+
+
+def test_a_prompt_in_parts_keeps_its_like_waiting_until_it_is_whole_or_gone() -> None:
+    scheduler = make(16, tokens=4, reuse=True, chunked=True)
+    add(scheduler, "a", 9, 1)
+    add(scheduler, "same", 9, 1)
+    assert play(scheduler) == [("a", 0, 4)]
+    assert play(scheduler) == [("a", 4, 4)]
+    scheduler.cancel("a")
+    assert play(scheduler) == [("same", 8, 1)]
