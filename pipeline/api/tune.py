@@ -80,7 +80,7 @@ class _Session:
     ) -> None:  # fmt: skip
         from trtpipe.configs.home import default_home
         from trtpipe.engines.errors import HostError, UsageError
-        from trtpipe.pipeline.api.bench import choose
+        from trtpipe.pipeline.api.bench import choose, require_room
         from trtpipe.pipeline.run_folder import require_run
         from trtpipe.pipeline.serving.servers import running
         from trtpipe.pipeline.store.store import Store
@@ -107,6 +107,7 @@ class _Session:
         }
         options, _ = choose(**plain)
         self._search(options, find, rate=None, seconds=1.0, number=0, limit_s=1.0)
+        require_room(options.work, self._spec.target, self._run.linked("repository"))
         served = running(self._store)
         if served:
             raise HostError(
@@ -167,7 +168,7 @@ class _Session:
 
         from trtpipe.pipeline.tune.study import RECIPE_NAME, put
 
-        spec = self._specs[candidate]
+        spec = self._spec_of(candidate)
         head = (
             f"# {self.study.said()}\n# Objectives: {', '.join(self.study.question['objectives'])}. "
             "Measurements: tune.json and tune.html beside this file.\n"

@@ -48,14 +48,15 @@ def page(plot: str) -> tuple[str, str]:
 def _answer() -> list[str]:
     fp8, fp16, old = (_chat(gpu, dtype) for gpu, dtype in (("h100", "fp8"), ("h100", "fp16"), ("a100", "fp16")))
     gains = [ratio(full(one), full(old)) for one in (fp8, fp16)]
+    alone = ratio(*(stream(planned(gpu, "llama3-8b", "bf16")) for gpu in ("h100-pcie", "a100-pcie")))
     price = PRICES["h100"] / PRICES["a100"]
     won = [gain is not None and gain > price for gain in gains]
     said = {True: "more than its price", False: "less than its price"}
     return [
         f"**In short**, for Llama 3 8B within {' and '.join(OBJECTIVES)}, {CHAT[0]} tokens in and {CHAT[1]} out, one "
         f"SXM card each: an H100 in FP8 serves {times(gains[0])} what an A100 in FP16 does, {said[won[0]]} of "
-        f"{price:g}x; in FP16 {times(gains[1])}, {said[won[1]]}. A single stream gains little where both "
-        "cards read the same bytes at the same speed. It pays under load, and in FP8.",
+        f"{price:g}x; in FP16 {times(gains[1])}, {said[won[1]]}. A single stream gains {times(alone)} where both are "
+        "PCIe cards in 16 bits: they read the same bytes at nearly the same speed.",
         "",
     ]
 

@@ -30,10 +30,14 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.planner.advice import Candidate
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.predict import Option
 from trtpipe.pipeline.planner.whatif import WhatIf, what_ifs
 
 MODEL, TP = "llama2-70b", 2
 LONG = (3072, 512)
+CHAT = (1024, 256)
+OBJECTIVES = ("ttft:p99<2s", "tpot:p99<50ms")
+CARDS = (("h20", "fp8"), ("a800", "fp16"))
 # The study's example of a KV cache.
 BATCH, CONTEXT = 8, 4096
 
@@ -63,16 +67,11 @@ def _sheets() -> list[str]:
         ("memory bandwidth, GB/s", new.bandwidth_gbs, old.bandwidth_gbs, "nearly 2x"),
         ("NVLink, both ways, GB/s", 2 * (new.nvlink_gbs or 0), 2 * (old.nvlink_gbs or 0), "900 / 400"),
     ]
-    best, base = (full(planned(gpu, MODEL, dtype, TP)) for gpu, dtype in (("h20", "fp8"), ("a800", "fp16")))
-    prompt, prompt_base = (
-        first_token(planned(gpu, MODEL, dtype, TP, tokens=(2048, 128)))
-        for gpu, dtype in (("h20", "fp8"), ("a800", "fp16"))
-    )
+    gains = _gains()
     return [
-        f"**In short**, for Llama 2 70B on {TP} cards each: H20 in FP8 computes a prompt of 2,048 tokens in "
-        f"{times(ratio(prompt, prompt_base))} the time of A800 in FP16, as its products of the data sheet say, and "
-        f"with all clients that fit makes {times(ratio(best, base))} the tokens, as its bandwidth and memory say. For "
-        "inference the review is right: H20 gives more, and most of it where answers are long.", "",
+        f"**In short**, for Llama 2 70B on {TP} cards each, H20 in FP8 over A800 in FP16: "
+        f"{', '.join(f'{what} {times(gain)}' for what, gain in gains.items())}. H20 is {_judged(gains)}. "
+        "Data sheets alone mislead: A800's products are the faster ones in 16 bits, and a full batch is bound by products on both.", "",
         "## Data sheets", "",
         *table(
             ["", "H20", "A800", "ratio", "the review"],
@@ -81,6 +80,31 @@ def _sheets() -> list[str]:
         "`trtpipe gpus h20` and `trtpipe gpus a800` name the source of each figure. None of it was measured by us: no "
         "H20 and no A800 was at hand.", "",
     ]  # fmt: skip
+
+
+def _gains() -> dict[str, float | None]:
+    """What H20 in FP8 gains over A800 in FP16, by what counts."""
+    new, old = (planned(gpu, MODEL, dtype, TP) for gpu, dtype in CARDS)
+    prompt, prompt_base = (first_token(planned(gpu, MODEL, dtype, TP, tokens=(2048, 128))) for gpu, dtype in CARDS)
+    chat, chat_base = (full(_chat(gpu, dtype)) for gpu, dtype in CARDS)
+    return {
+        "prompts": ratio(prompt_base, prompt),
+        "one client's tokens": ratio(stream(new), stream(old)),
+        f"tokens within {' and '.join(OBJECTIVES)}": ratio(chat, chat_base),
+        "tokens of all clients that fit": ratio(full(new), full(old)),
+    }
+
+
+def _chat(gpu: str, dtype: str) -> Candidate:
+    return planned(gpu, MODEL, dtype, TP, tokens=CHAT, slo=OBJECTIVES)
+
+
+def _judged(gains: dict[str, float | None]) -> str:
+    ahead = [what for what, gain in gains.items() if gain is not None and gain > 1.1]
+    behind = [what for what, gain in gains.items() if gain is not None and gain < 0.9]
+    even = [what for what in gains if what not in ahead and what not in behind]
+    parts = (("ahead in", ahead), ("about even in", even), ("behind in", behind))
+    return ", ".join(f"{word} {' and '.join(which)}" for word, which in parts if which)
 
 
 def _speeds() -> list[str]:
@@ -101,8 +125,8 @@ def _speeds() -> list[str]:
         "## Prompts and tokens", "",
         "H20 in FP8, A800 in FP16; 128 tokens in and out but for the first token. A gain above 1 is H20's.", "",
         *table(["model", "", "H20 FP8", "A800 FP16", "gain"], rows),
-        "Prompts are bound by products, where H20 in FP8 and A800 in FP16 have nearly the same; tokens by bandwidth, "
-        "where H20 has twice as much and reads half the bytes.", "",
+        "Prompts, and a full batch of short sequences, are bound by products, where H20 in FP8 has nearly what A800 "
+        "has in FP16; one client's tokens by bandwidth, where H20 has twice as much and reads half the bytes.", "",
     ]  # fmt: skip
 
 
@@ -118,14 +142,16 @@ def _cache() -> list[str]:
         ["FP8, grouped queries", _gib(fp8.memory.kv_token * TP * tokens)],
     ]
     operations = 2.0 * _parameters(model)
+    products = 2.0 * 2 * model.hidden_size**2 * model.num_hidden_layers * tokens
     return [
         "## The KV cache", "",
         f"Llama 2 70B, a batch of {BATCH} with {CONTEXT:,} tokens each:", "",
         *table(["cache", "GiB"], rows),
         f"Without a cache each new token computes all earlier ones again: {operations:.3g} operations for each of "
         f"them, {operations / _token_bytes(alone):,.0f} for each byte of the review's cache, and "
-        f"{operations / _token_bytes(model):,.0f} for each byte of the model's own. The review counts some 16,000 "
-        "for a byte: it counts computing keys and values alone, of all tokens at once.", "",
+        f"{operations / _token_bytes(model):,.0f} for each byte of the model's own. The review counts the "
+        f"products of keys and values alone: {2 * model.hidden_size:,} operations for each number that is kept, "
+        f"{products / 2**40:.0f} x 2^40 in all; it says 16,000 and 640 T.", "",
     ]  # fmt: skip
 
 
@@ -197,6 +223,7 @@ def _optimisations() -> list[str]:
     work = LONG[0] ** 2 / 2
     parts = option.cost.parts(Step(context=LONG[0], decoding=0, cached=0, work=work, logits=1))
     attention = float(parts.attention / parts.total)
+    slower = _held(option, 512)[1] / _held(option, LONG[0])[1]
     return [
         "## The review's optimisations", "",
         f"Llama 2 70B in FP8 on {TP} H20, {LONG[0]:,} tokens in and {LONG[1]} out. Each row changes one thing; figures "
@@ -206,6 +233,9 @@ def _optimisations() -> list[str]:
         f"- In-flight batching: a static batch of {batch} waits for its longest answer. Where answers vary as chats' "
         f"do (lognormal, 0.6), the longest of {batch} is {_longest(batch):.1f} times the mean, and so are a static "
         "batch's steps for the same tokens; padding comes on top.",
+        f"- Chunked context: in one piece such a prompt holds up the tokens of all others by "
+        f"{_held(option, LONG[0])[0]:.0f} ms, in chunks of 512 by {_held(option, 512)[0]:.0f} ms at most. All chunks take "
+        f"{slower:.2f}x as long, since each reads the earlier ones again.",
         f"- FP8 attention of prompts (FMHA): a prompt of {LONG[0]:,} tokens spends {attention:.0%} of its time there. "
         f"At twice the speed its first token comes {1 / (1 - attention / 2):.2f}x as early. The planner takes 16 bits.",
         "- What a window forgets is a matter of answers, not of speed: none of these figures says it.", "",
@@ -226,6 +256,15 @@ def _effect(name: str, changes: list[WhatIf], begins: str) -> list[str] | None:
         return show(ratio(now, then) if without else ratio(then, now))
 
     return [name, *(gain(pair, times) for pair in (found.ttft, found.tpot, found.tokens_per_s, found.kv_tokens))]
+
+
+def _held(option: Option, chunk: int) -> tuple[float, float]:
+    """Longest step of a prompt that is computed in chunks, and all of them, in ms."""
+    steps = [
+        1e3 * option.seconds(Step(context=chunk, decoding=0, cached=0, work=chunk * (before + chunk / 2), logits=1))
+        for before in range(0, LONG[0], chunk)
+    ]
+    return max(steps), sum(steps)
 
 
 def _longest(batch: int) -> float:
