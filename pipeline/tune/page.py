@@ -83,7 +83,7 @@ def _row(study: Study, candidate: Candidate) -> Row:
     low, high = (UNKNOWN if side is None else number(side) for side in run.interval)
     cells = [
         str(run.round + 1), str(len(runs)), number(run.rate), f"{low} to {high}", number(run.tokens_per_s),
-        number(at and at.ttft_p99), number(at and at.tpot_p50),
+        number(None if at is None else at.ttft_p99), number(None if at is None else at.tpot_p50),
     ]  # fmt: skip
     cells += [number(study.cost(run))] if study.price is not None else []
     said = Cell(text=sentence(run.told) if run.told else "", words=True)

@@ -71,7 +71,7 @@ def _sheets() -> list[str]:
     return [
         f"**In short**, for Llama 2 70B on {TP} cards each, H20 in FP8 over A800 in FP16: "
         f"{', '.join(f'{what} {times(gain)}' for what, gain in gains.items())}. H20 is {_judged(gains)}. "
-        "Data sheets alone mislead: A800's products are the faster ones in 16 bits, and a full batch is bound by products on both.", "",
+        "Bandwidth alone misleads: in 16 bits A800's products are the faster ones, and they bound a full batch.", "",
         "## Data sheets", "",
         *table(
             ["", "H20", "A800", "ratio", "the review"],
@@ -114,13 +114,17 @@ def _speeds() -> list[str]:
         prompts = [
             planned(gpu, model, dtype, tp, tokens=(2048, 128)) for gpu, dtype in (("h20", "fp8"), ("a800", "fp16"))
         ]
-        for what, a, b in (
-            ("first token of 2,048, ms", *map(first_token, prompts)),
+        speeds: list[tuple[str, float | None, float | None]] = [
+            ("first token of 2,048, ms", first_token(prompts[0]), first_token(prompts[1])),
             ("one client, tokens/s", stream(new), stream(old)),
             ("all clients that fit, tokens/s", full(new), full(old)),
-        ):
+        ]
+        for what, a, b in speeds:
             gain = ratio(b, a) if what.startswith("first") else ratio(a, b)
             rows.append([f"{model}, tp {tp}", what, text(a), text(b), times(gain)])
+    chat = [_chat(gpu, dtype) for gpu, dtype in CARDS]
+    within = f"{CHAT[0]:,} in and {CHAT[1]} out, within {' and '.join(OBJECTIVES)}, tokens/s"
+    rows.append([f"{MODEL}, tp {TP}", within, *(text(full(one)) for one in chat), times(ratio(*map(full, chat)))])
     return [
         "## Prompts and tokens", "",
         "H20 in FP8, A800 in FP16; 128 tokens in and out but for the first token. A gain above 1 is H20's.", "",
@@ -234,8 +238,8 @@ def _optimisations() -> list[str]:
         f"do (lognormal, 0.6), the longest of {batch} is {_longest(batch):.1f} times the mean, and so are a static "
         "batch's steps for the same tokens; padding comes on top.",
         f"- Chunked context: in one piece such a prompt holds up the tokens of all others by "
-        f"{_held(option, LONG[0])[0]:.0f} ms, in chunks of 512 by {_held(option, 512)[0]:.0f} ms at most. All chunks take "
-        f"{slower:.2f}x as long, since each reads the earlier ones again.",
+        f"{_held(option, LONG[0])[0]:.0f} ms, in chunks of 512 by {_held(option, 512)[0]:.0f} ms at most. All chunks "
+        f"take {slower:.2f}x as long, since each reads the earlier ones again.",
         f"- FP8 attention of prompts (FMHA): a prompt of {LONG[0]:,} tokens spends {attention:.0%} of its time there. "
         f"At twice the speed its first token comes {1 / (1 - attention / 2):.2f}x as early. The planner takes 16 bits.",
         "- What a window forgets is a matter of answers, not of speed: none of these figures says it.", "",
