@@ -17,12 +17,17 @@ from tests.benchmarks.studies.predictions import (
     text,
     times,
 )
+from tests.support.published import figures as published_figures
 from trtpipe.configs import facts
 from trtpipe.pipeline.planner.advice import Candidate
 
 # Prices of a GPU for an hour, of which the ratio matters: the study rented the H100 at twice the A100's price.
 PRICES = {"a100": 1.0, "h100": 2.0}
 CHAT = (512, 256)
+OPTIONS = (("h100", "fp8"), ("h100", "fp16"), ("a100", "fp16"))
+# Models, and those of the same shapes in NVIDIA's tables; the one of its releases that has all three options.
+MODELS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b", "mixtral-8x7b": "mixtral-8x7b"}
+RELEASE = "0.14"
 OBJECTIVES = ("ttft:p99<1s", "tpot:p99<50ms")
 
 
@@ -106,22 +111,35 @@ def _ollama() -> list[str]:
 
 def _parallel() -> list[str]:
     rows = []
-    for model in ("llama3-8b", "llama3-70b", "mixtral-8x7b"):
+    for model, published in MODELS.items():
         for tp in (1, 2, 4, 8):
-            new, bf16, old = (planned(gpu, model, dtype, tp) for gpu, dtype in (
-                ("h100", "fp8"), ("h100", "fp16"), ("a100", "fp16")))  # fmt: skip
-            if full(new) or full(old):
-                figures = [full(one) for one in (new, bf16, old)]
-                rows.append([
-                    model, str(tp), *map(text, figures), times(ratio(figures[0], figures[2])),
-                    times(ratio(figures[1], figures[2])),
-                ])  # fmt: skip
+            figures = [full(planned(gpu, model, dtype, tp)) for gpu, dtype in OPTIONS]
+            if any(figures):
+                ratios = [ratio(figures[0], figures[2]), ratio(figures[1], figures[2])]
+                known = [_published(published, tp, *option) for option in OPTIONS]
+                theirs = [ratio(known[0], known[2]), ratio(known[1], known[2])]
+                rows.append([model, str(tp), *map(text, figures), *map(times, (*ratios, *theirs))])
+    columns = ["FP8 over A100", "FP16 over A100"]
     return [
         "## Many streams, by the number of GPUs", "",
         "128 tokens in and 128 out, as many clients as the KV cache holds; output tokens/s of all GPUs together, SXM "
-        "cards. A dash: the weights do not fit.", "",
-        *table(["model", "tp", "H100 FP8", "H100 FP16", "A100 FP16", "FP8 over A100", "FP16 over A100"], rows),
+        f"cards. A dash: the weights do not fit. NVIDIA's: of what it measured with TensorRT-LLM {RELEASE} (Llama 3.1, "
+        "of the same shapes; tests/data/published/SOURCES.md).", "",
+        *table(
+            ["model", "tp", "H100 FP8", "H100 FP16", "A100 FP16", *columns, *(f"{one}, NVIDIA's" for one in columns)], rows
+        ),
     ]  # fmt: skip
+
+
+def _published(model: str, tp: int, gpu: str, dtype: str) -> float | None:
+    """Output tokens/s that NVIDIA measured at these lengths; None where it has no such run."""
+    wanted = (RELEASE, model, tp, gpu, dtype, 128, 128)
+    runs = (
+        one.output_tokens_per_s
+        for one in published_figures()
+        if (one.release, one.model, one.tp, one.gpu, one.dtype, one.input_tokens, one.output_tokens) == wanted
+    )
+    return next(runs, None)
 
 
 def _claims() -> list[str]:

@@ -36,7 +36,7 @@ from trtpipe.pipeline.planner.whatif import WhatIf, what_ifs
 MODEL, TP = "llama2-70b", 2
 LONG = (3072, 512)
 CHAT = (1024, 256)
-OBJECTIVES = ("ttft:p99<2s", "tpot:p99<50ms")
+OBJECTIVES = ("ttft:p99<4s", "tpot:p99<100ms")
 CARDS = (("h20", "fp8"), ("a800", "fp16"))
 # The study's example of a KV cache.
 BATCH, CONTEXT = 8, 4096
