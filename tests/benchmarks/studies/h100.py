@@ -119,15 +119,14 @@ def _parallel() -> list[str]:
                 known = [_published(published, tp, *option) for option in OPTIONS]
                 theirs = [ratio(known[0], known[2]), ratio(known[1], known[2])]
                 rows.append([model, str(tp), *map(text, figures), *map(times, (*ratios, *theirs))])
-    columns = ["FP8 over A100", "FP16 over A100"]
+    over = ["FP8 over A100", "FP16 over A100"]
+    columns = ["model", "tp", "H100 FP8", "H100 FP16", "A100 FP16", *over, *(f"{one}, NVIDIA's" for one in over)]
     return [
         "## Many streams, by the number of GPUs", "",
         "128 tokens in and 128 out, as many clients as the KV cache holds; output tokens/s of all GPUs together, SXM "
         f"cards. A dash: the weights do not fit. NVIDIA's: of what it measured with TensorRT-LLM {RELEASE} (Llama 3.1, "
         "of the same shapes; tests/data/published/SOURCES.md).", "",
-        *table(
-            ["model", "tp", "H100 FP8", "H100 FP16", "A100 FP16", *columns, *(f"{one}, NVIDIA's" for one in columns)], rows
-        ),
+        *table(columns, rows),
     ]  # fmt: skip
 
 
