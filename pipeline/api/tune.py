@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.bench.options import BenchOptions, Progress
     from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.pipeline.tune.candidates import Candidate
-    from trtpipe.pipeline.tune.search import Score
+    from trtpipe.pipeline.tune.search import Score, Winner
     from trtpipe.pipeline.tune.study import Run, Study
 
 log = logging.getLogger("trtpipe")
@@ -60,6 +60,7 @@ def tune(
         study.state = "complete" if study.winner.complete else "out of time"
     except KeyboardInterrupt:
         study.winner = session.best_so_far()
+        note(f"what was measured is in {study.folder}; the same command goes on from there")
         raise
     finally:
         if study.runs:
@@ -133,15 +134,12 @@ class _Session:
         """As many candidates as there is time for, once it is known how long a server takes to start."""
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
-        run = self._measure(AS_IT_IS, 0, 0)
+        self._measure(AS_IT_IS, 0, 0)
         self._schedule = self._schedule.fitting(self._start_s)
         kept = self._candidates[: self._schedule.candidates]
         for one in self._candidates[len(kept) :]:
             self.study.left[one.name] = "there was no time for it: give more --minutes"
-        if run.rate is None:
-            from trtpipe.engines.errors import StageFailed
-
-            raise StageFailed(f"{self.study.target} could not be measured as it is", why=run.told)
+        self._candidates = kept
         return kept
 
     def score(self, candidate: Candidate, number: int, repeat: int, size: int) -> Score:
@@ -150,7 +148,7 @@ class _Session:
 
         return Score(self._measure(candidate, number, repeat).rate)
 
-    def best_so_far(self) -> Any:
+    def best_so_far(self) -> Winner | None:
         """The winner of an interrupted search, from what it has measured."""
         from trtpipe.pipeline.tune.search import OutOfTime, Score, search
 
@@ -191,7 +189,7 @@ class _Session:
             except TrtpipeError as error:
                 self.study.left[one.name] = str(error)
         expected: dict[Candidate, float | None] = {}
-        if not spec.gpu.is_cpu:
+        if not spec.gpu.is_cpu and not (options.work.prompts or options.work.sharegpt):  # of unknown lengths
             model, demand = read_model_config(self._run.linked("model"), quantized=True), Demand(options.work)
             for one, its in self._specs.items():
                 expected[one] = prior.expected_rate(
@@ -215,7 +213,7 @@ class _Session:
     def _measure(self, candidate: Candidate, number: int, repeat: int) -> Run:
         """Measure a candidate, or find its measurement. Raises OutOfTime, KeyboardInterrupt, and for the target as it
         is what its build or server raises."""
-        from trtpipe.engines.errors import TrtpipeError
+        from trtpipe.engines.errors import StageFailed, TrtpipeError
         from trtpipe.pipeline.tune.search import OutOfTime
         from trtpipe.pipeline.tune.study import Run
 
@@ -236,6 +234,8 @@ class _Session:
                 candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun, rate=None,
                 told=str(error),
             )  # fmt: skip
+        if run.rate is None and not self.study.runs:  # the target as it is: there is nothing to compare with
+            raise StageFailed(f"{self.study.target} could not be measured as it is", why=run.told)
         self.study.runs.append(run)
         self.study.write()
         self._note(f"round {number + 1}: {candidate.name}: {run.said()}")

@@ -62,13 +62,10 @@ def worth_measuring(
             if base is None or then is None:
                 left[one.name] = "it needs another engine, and the planner does not say whether that pays"
                 continue
-            if then < PAYS * base:
-                left[one.name] = f"it needs another engine, and the planner expects {_times(then, base)} of the rate"
+            if then <= PAYS * base:
+                why = f"the planner expects {then:.3g} instead of {base:.3g} clients/s"
+                left[one.name] = f"it needs another engine, and {why}"
                 continue
         kept.append(one)
     # Candidates of which the planner expects the same, or nothing, stay in their order.
     return sorted(kept, key=lambda one: -round(expected.get(one) or 0.0, 6)), left
-
-
-def _times(then: float, base: float) -> str:
-    return f"{then / base:.2f} times" if base else f"{then:.3g} clients/s in place"

@@ -66,7 +66,7 @@ def test_an_engine_is_compiled_anew_only_where_that_is_expected_to_pay() -> None
     kept, left = worth_measuring(every, expected, compiled=True)
     assert kept == [batch, policy, share]
     assert left == {
-        "build.max_num_tokens=64": "it needs another engine, and the planner expects 1.04 times of the rate"
+        "build.max_num_tokens=64": "it needs another engine, and the planner expects 10.4 instead of 10 clients/s"
     }
     assert worth_measuring(every, expected, compiled=False) == ([batch, tokens, policy, share], {})
     kept, left = worth_measuring(every, {}, compiled=True)
