@@ -33,7 +33,9 @@ from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
 
-SECTIONS = ("families", "accuracy", "folders", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
+SECTIONS = (
+    "families", "accuracy", "folders", "engine", "kv_cache", "reference", "study", "quantize", "shared_gpu", "parallel",
+)  # fmt: skip
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
 

@@ -80,7 +80,7 @@ def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
     }
     served = [{"tokens_per_s": 100.0, "concurrency": 1}]
     result = {
-        "transformers": {"1": 50.0, "256": 1500.0},
+        "transformers": {"generate": {"1": {"waves": 50.0}}, "batching": {"256": {"waves": 1500.0}}},
         "bf16": {"in_process": speeds, "bytes_a_token": 16_000_000_000},
         "int8": {"in_process": speeds, "bytes_a_token": 8_000_000_000, "served": served},
     }
