@@ -59,7 +59,8 @@ def main() -> int:
     (scratch / "reports").mkdir(exist_ok=True)
     gpus = read_gpus()
     product = gpus[0].name.replace(" ", "-")
-    gpu = next((spec.name for spec in facts.load_gpus().values() if spec.product == product), None)
+    whole = (spec for spec in facts.load_gpus().values() if not spec.mig)
+    gpu = next((spec.name for spec in whole if spec.product == product), None)
     if gpu is None:
         raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
     kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}
