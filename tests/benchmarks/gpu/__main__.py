@@ -125,8 +125,9 @@ class Keeper:
 
 
 def _settled(about: dict[str, Any]) -> list[Any]:
-    """What is the same in every run of a day: the bandwidth is measured each time."""
-    machine = {key: value for key, value in about.get("machine", {}).items() if key != "bandwidth_gbs"}
+    """What is the same in every run of a day: the bandwidth is measured each time, and a system's setting can change."""
+    changing = ("bandwidth_gbs", "http_streams")
+    machine = {key: value for key, value in about.get("machine", {}).items() if key not in changing}
     return [about.get("date"), machine, about.get("versions")]
 
 
