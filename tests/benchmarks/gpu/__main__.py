@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import page, sections
+from tests.benchmarks.gpu import comparison, page, sections
 from tests.benchmarks.gpu.place import Place
 from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
@@ -82,8 +82,16 @@ def main() -> int:
                 place.inside("synthetic", folder=str(model))
             getattr(sections, name)(place, model, keeper.result, keeper.keep)
         keeper.keep()
-        chosen.report.write_text(page.render(kept), encoding="utf-8")
+        write(kept, chosen.report)
     return 0
+
+
+def write(kept: dict[str, Any], report: Path) -> None:
+    """The page, and its figure beside it."""
+    figure = report.with_suffix(".svg")
+    if "engine" in kept:
+        figure.write_text(comparison.figure(kept, kept["engine"]["machine"]["gpu"]), encoding="utf-8")
+    report.write_text(page.render(kept, figure.name), encoding="utf-8")
 
 
 def left_out(name: str, gpus: int, nccl: list[int]) -> str:
@@ -125,7 +133,7 @@ class Keeper:
 
 
 def _settled(about: dict[str, Any]) -> list[Any]:
-    """What is the same in every run of a day: the bandwidth is measured each time, and a system's setting can change."""
+    """What is the same in every run of a day: the bandwidth is measured each time, a setting of the network may change."""
     changing = ("bandwidth_gbs", "http_streams")
     machine = {key: value for key, value in about.get("machine", {}).items() if key not in changing}
     return [about.get("date"), machine, about.get("versions")]

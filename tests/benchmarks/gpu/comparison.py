@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 LEVELS = ("1", "64", "256")
@@ -13,6 +13,16 @@ WAYS = {
 }
 
 
+VLLM = (("engine", ("bf16", "fp8")), ("kv_cache", ("fp8-kv",)), ("study", ("int8-pc-pt", "int4-awq")))
+REFERENCE = ("bf16", "fp8", "int8")
+# All that `stacks` names where every section has run to its end.
+EXPECTED = (
+    *WAYS.values(),
+    *(f"reference runtime, {name}" for name in REFERENCE),
+    *(f"vLLM, {name}" for _, names in VLLM for name in names),
+)
+
+
 def stacks(kept: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """(name, figures by requests in flight, bytes that a token reads) of every stack measured."""
 
@@ -21,50 +31,112 @@ def stacks(kept: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], in
         return found
 
     reference = result("reference")
-    read = {name: one.get("bytes_a_token", 0) for name, one in reference.items()}
+    # A Hugging Face folder of the same precision is as large, but for scales.
+    read = {
+        name: one.get("bytes_a_token", 0)
+        for section in (result("engine"), reference)
+        for name, one in section.items()
+        if name in REFERENCE
+    }
     for name, title in (("generate", "generate"), ("batching", "continuous batching")):
         if figures := reference.get("transformers", {}).get(name):
             yield f"transformers, {title}, bf16", figures, read.get("bf16", 0)
     for way, title in WAYS.items():
         if figures := result("study").get(way):
             yield title, figures, read.get("bf16" if way == "bf16" else "fp8", 0)
-    for name in ("bf16", "fp8", "int8"):
+    for name in REFERENCE:
         if name in reference:
             yield f"reference runtime, {name}", reference[name]["in_process"], read[name]
-    for section, names in (
-        ("engine", ("bf16", "fp8")),
-        ("kv_cache", ("fp8-kv",)),
-        ("study", ("int8-pc-pt", "int4-awq")),
-    ):
+    for section, names in VLLM:
         for name in names:
             if one := result(section).get(name):
                 yield f"vLLM, {name}", one["in_process"], one.get("bytes_a_token", 0)
 
 
 def table(kept: Mapping[str, Any], bandwidth_gbs: float) -> list[str]:
+    found = list(stacks(kept))
     rows = []
-    for name, figures, read in stacks(kept):
+    for name, figures, read in found:
         speeds = [_speed(figures.get(level)) for level in LEVELS]
         ttft = " / ".join(_figure(figures.get(level), "ttft_p50_ms", ".0f") for level in LEVELS)
-        joules = " / ".join(_figure(figures.get(level), "joules_per_token", ".2f") for level in LEVELS)
+        joules = " / ".join(_figure(figures.get(level), "joules_per_token", ".3g") for level in LEVELS)
         alone, many = (figures.get(level, {}).get("waves") for level in ("1", "256"))
         share = f"{alone * read / bandwidth_gbs / 1e9:.0%}" if alone and read else ""
         hours = f"{1e6 / many / 3600:.3f}" if many else ""
         rows.append(f"| {name} | {' | '.join(speeds)} | {ttft} | {joules} | {share} | {hours} |")
-    reasons = [
-        f"- {name}, {level} in flight: {one['reason']}"
-        for name, figures, _ in stacks(kept)
-        for level, one in figures.items()
-        if "reason" in one
-    ]
     return [
+        *_best(found),
         "| stack | tok/s, one stream | 64 | 256 | TTFT p50 ms, 1 / 64 / 256 | joules a token, 1 / 64 / 256 "
         "| of the memory bound | GPU hours per million tokens |",
         "|---|---|---|---|---|---|---|---|",
         *rows,
         "",
-        *(["Not measured:\n", *reasons, ""] if reasons else []),
+        *_absent(found),
     ]
+
+
+def _best(found: Sequence[tuple[str, Mapping[str, Any], int]]) -> list[str]:
+    """The answer in a sentence for each load."""
+    said = []
+    for level in LEVELS:
+        speeds = sorted(((one[level]["waves"], name) for name, one, _ in found if "waves" in one.get(level, {})))[::-1]
+        spent = sorted(
+            (one[level]["joules_per_token"], name) for name, one, _ in found if "joules_per_token" in one.get(level, {})
+        )
+        if len(speeds) > 1:
+            (best, name), (second, other) = speeds[:2]
+            line = f"- {level} in flight: {name} is the fastest, {best / second:.2f} times {other}"
+            said.append(
+                f"{line}; {spent[0][1]} takes the fewest joules, {spent[0][0]:.3g} a token." if spent else f"{line}."
+            )
+    return [*said, ""]
+
+
+def _absent(found: Sequence[tuple[str, Mapping[str, Any], int]]) -> list[str]:
+    there = {name: figures for name, figures, _ in found}
+    reasons = [
+        f"- {name}, {level} in flight: {one['reason']}."
+        for name, figures in there.items()
+        for level, one in figures.items()
+        if "reason" in one
+    ]
+    missing = [name for name in EXPECTED if name not in there]
+    if missing:
+        reasons.append(f"- No section of this page has figures yet of {'; '.join(missing)}.")
+    return ["Not measured on this card:\n", *reasons, ""] if reasons else []
+
+
+def figure(kept: Mapping[str, Any], card: str) -> str:
+    """The same as bars, as SVG: a panel for each number of requests in flight."""
+    bar, left, width, gap = 18, 270, 400, 34
+    parts: list[str] = []
+    y = 30
+    for level in LEVELS:
+        speeds = [(name, one[level]["waves"]) for name, one, _ in stacks(kept) if "waves" in one.get(level, {})]
+        if not speeds:
+            continue
+        parts.append(f'<text x="8" y="{y}" font-weight="bold">{level} in flight, tokens a second</text>')
+        most = max(speed for _, speed in speeds)
+        for name, speed in sorted(speeds, key=lambda one: -one[1]):
+            y += bar
+            colour = "#2a7de1" if name.startswith("vLLM") else "#e07b39" if name.startswith("ref") else "#8a8a8a"
+            parts += [
+                f'<text x="{left - 6}" y="{y}" text-anchor="end">{name}</text>',
+                f'<rect x="{left}" y="{y - 11}" width="{width * speed / most:.1f}" height="13" fill="{colour}"/>',
+                f'<text x="{left + width * speed / most + 5:.1f}" y="{y}">{speed:,.0f}</text>',
+            ]
+        y += gap
+    size = f"{left + width + 70} {y}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">',
+            f"<title>{card}: Llama 3 8B's shapes, 128 tokens in and 128 out</title>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _speed(one: Mapping[str, Any] | None) -> str:
@@ -82,7 +154,7 @@ def kernels(result: Mapping[str, Any]) -> list[str]:
     products, attention = result.get("products", {}), result.get("attention", {})
     for name, reason in (("Matrix products", products.get("reason")), ("Attention", attention.get("reason"))):
         if reason:
-            lines += [f"{name} were not measured: {reason}.\n"]
+            lines += [f"{name}: not measured ({reason}).\n"]
     if "bf16" in products:
         lines += ["| rows | bf16 us | fp8 us | int8 us | fp8 over bf16 | int8 over bf16 |", "|---|---|---|---|---|---|"]
         for rows, plain in products["bf16"].items():

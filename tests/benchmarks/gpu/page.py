@@ -24,23 +24,29 @@ ABSENT = """\
 """
 # The same of sections that are not there yet.
 MISSING = {
+    "accuracy": """\
+- **Correctness with real weights** in vLLM. On an H200: [h200.md](h200.md).
+""",
+    "quantize": """\
+- **FP8 calibration and write**, timed beside ModelOpt's flow. On an H200: [h200.md](h200.md).
+""",
     "folders": """\
 - **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them, `verify` computes
   with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was measured with small
   models of random weights alone ([vllm.md](vllm.md)).
 """,
     "kv_cache": """\
-- **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
+- **The speed of an FP8 KV cache** at these sizes. On an H200: [h200.md](h200.md).
 """,
     "parallel": """\
-- **Two GPUs**: a GPU for each rank over NCCL, vLLM at tp=2, and what `probe` says of NCCL. In their place, on a CPU
-  and in every run of the tests: ranks in processes of their own over gloo against the same shards in one process, and
-  these against transformers; where it could be run, two ranks over NCCL on one GPU (above).
+- **Two GPUs** of this kind. On two H200s: [h200.md](h200.md). On a CPU, in every run of the tests: ranks in processes
+  of their own over gloo against the same shards in one process, and these against transformers.
 """,
 }
 
 
-def render(kept: Mapping[str, Any]) -> str:
+def render(kept: Mapping[str, Any], figure: str = "") -> str:
+    """figure: name of the file that `comparison.figure` was written to."""
     parts = ["# Measured on a GPU, end to end\n"]
     parts.append(
         "Written by `make gpu-e2e`, which says what each section does; the same figures are in the JSON beside this "
@@ -50,7 +56,8 @@ def render(kept: Mapping[str, Any]) -> str:
         if name in kept:
             parts.append(writer(kept[name], kept[name]["result"]))
         if name == "reference" and "engine" in kept:
-            parts += ["## Which one, when\n", _STACKS, *comparison.table(kept, _bandwidth(kept["engine"]))]
+            drawn = [f"![tokens a second of each stack]({figure})\n"] if figure else []
+            parts += ["## Which one, when\n", _STACKS, *drawn, *comparison.table(kept, _bandwidth(kept["engine"]))]
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
 
 
@@ -191,7 +198,9 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             *_speeds(result, "bf16"),
             *comparison.predictions(_predicted(result)),
             "The same engine served: tritonserver, our backend, the load tester on the same machine. Triton's HTTP "
-            f"server\nhad room for {room:,} chunks (docs/serving.md).\n",
+            f"server\nhad room for {room:,} chunks (docs/serving.md). `vllm serve` is what `trtpipe serve --front "
+            "native` starts: one API server\nprocess, vLLM's default; the gateway had six workers. An engine holds 512 "
+            "requests at once: of 1,512 in flight a thousand wait.\n",
             *_fronts(result),
             _commands(section),
         ]
@@ -308,8 +317,8 @@ def _study(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "## Kernels and other precisions\n",
             _where(section),
             "The matrix products of one layer of Llama 3 8B, as vLLM executes them (CUTLASS with a scale a row; cuBLAS "
-            "in bf16), by\nrows that are multiplied at once; and its attention by FlashAttention 3, of prompts, and of "
-            "one token of each sequence\nthat decodes. Medians of CUDA graphs.\n",
+            "in bf16), by\nrows that are multiplied at once: medians of CUDA graphs. And its attention by FlashAttention "
+            "3, of prompts, and of one\ntoken of each sequence that decodes: medians of single runs.\n",
             *comparison.kernels(result),
             *comparison.predictions(_predicted(result)),
             _commands(section),
@@ -352,7 +361,8 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         for level in one["tokens_per_s"]:
             two, alone = one["tokens_per_s"][level]["waves"], one["tokens_per_s_of_one"][level]["waves"]
             speeds.append(f"| {name} | {level} | {two:,.0f} | {alone:,.0f} | {two / alone:.2f} |")
-    vllm = ", ".join(f"{ways['waves']:,.0f} at {level}" for level, ways in result["vllm_fp8"].items())
+    measured = result.get("vllm_fp8", {})
+    vllm = ", ".join(f"{ways['waves']:,.0f} at {level}" for level, ways in measured.items())
     return "\n".join(
         [
             "## Two GPUs\n",
@@ -364,8 +374,10 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|",
             *speeds,
             "",
-            f"vLLM on two GPUs from the FP8 folder: {vllm} tok/s.\n",
-            *comparison.predictions({"vLLM fp8, tp 2": (result.get("vllm_fp8_predicted", {}), result["vllm_fp8"])}),
+            f"vLLM on two GPUs from the FP8 folder: {vllm} tok/s.\n"
+            if vllm
+            else "vLLM on two GPUs from the FP8 folder was not measured: the machine was given back before its turn.\n",
+            *comparison.predictions({"vLLM fp8, tp 2": (result.get("vllm_fp8_predicted", {}), measured)}),
             "What `trtpipe probe` measured:\n",
             "```yaml",
             *[text.rstrip() for text in result["probe"]],
