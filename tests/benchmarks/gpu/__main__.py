@@ -133,7 +133,7 @@ class Keeper:
 
 
 def _settled(about: dict[str, Any]) -> list[Any]:
-    """What is the same in every run of a day: the bandwidth is measured each time, a setting of the network may change."""
+    """What is the same in every run of a day: the bandwidth is measured each time, and the network may be set anew."""
     changing = ("bandwidth_gbs", "http_streams")
     machine = {key: value for key, value in about.get("machine", {}).items() if key not in changing}
     return [about.get("date"), machine, about.get("versions")]

@@ -317,8 +317,8 @@ def _study(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "## Kernels and other precisions\n",
             _where(section),
             "The matrix products of one layer of Llama 3 8B, as vLLM executes them (CUTLASS with a scale a row; cuBLAS "
-            "in bf16), by\nrows that are multiplied at once: medians of CUDA graphs. And its attention by FlashAttention "
-            "3, of prompts, and of one\ntoken of each sequence that decodes: medians of single runs.\n",
+            "in bf16), by\nrows that are multiplied at once: medians of CUDA graphs. Then its attention by "
+            "FlashAttention 3, of prompts, and of one\ntoken of each sequence that decodes: medians of single runs.\n",
             *comparison.kernels(result),
             *comparison.predictions(_predicted(result)),
             _commands(section),
