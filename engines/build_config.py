@@ -13,6 +13,8 @@ from trtpipe.engines.errors import UsageError, suggestion
 
 FLOAT_PLUGIN = ("auto", "float16", "bfloat16", "float32", "disable")
 FP8_PLUGIN = ("fp8", "disable")
+# Settings of adapters, which an engine of any runtime has where it takes them.
+LORA = ("lora_plugin", "lora_target_modules", "max_lora_rank")
 # Settings that affect the build process but not the engine.
 NOT_IN_ENGINE = ("workers", "monitor_memory", "log_level")
 
@@ -132,6 +134,11 @@ class BuildConfig:
             raise UsageError(refused, why=why, remedy=remedy)
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine computes LoRA adapters."""
+        return self.lora_plugin != "disable"
+
+    @property
     def in_flight_batching(self) -> bool:
         """Whether the engine can start new requests at every step."""
         return self.kv_cache_type == "paged" and self.remove_input_padding and self.gpt_attention_plugin != "disable"
@@ -205,7 +212,7 @@ def _contradictions(build: BuildConfig) -> list[tuple[str, str, str]]:
         ),
         *(
             (
-                build.lora_plugin != "disable" and getattr(build, name) != "disable",
+                build.takes_adapters and getattr(build, name) != "disable",
                 f"build.{name} does not go with build.lora_plugin",
                 "an adapter adds to the product that the fused kernel hides",
                 "leave one of the two out",
@@ -214,7 +221,7 @@ def _contradictions(build: BuildConfig) -> list[tuple[str, str, str]]:
         ),
         *(
             (
-                bool(getattr(build, name)) and build.lora_plugin == "disable",
+                bool(getattr(build, name)) and not build.takes_adapters,
                 f"build.{name} needs build.lora_plugin",
                 "without it the engine takes no adapters",
                 "set build.lora_plugin=auto",

@@ -53,7 +53,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Values that determine tensor names and shapes. `experts` is None for a dense model."""
+    """Values that determine tensor names and shapes, and what a layer attends to.
+
+    experts            None for a dense model
+    attention_windows  most tokens that a token attends to, itself included, in each layer; the layers repeat the
+                       pattern. () where all layers attend to all tokens
+    """
 
     architecture: str
     vocab_size: int
@@ -66,6 +71,11 @@ class Geometry:
     attn_bias: bool
     tie_word_embeddings: bool
     experts: Experts | None = None
+    attention_windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Most tokens that a token attends to in a layer, itself included; None for all."""
+        return self.attention_windows[layer % len(self.attention_windows)] if self.attention_windows else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +83,7 @@ class ModelConfig(Geometry):
     """Content of an HF config.json under TensorRT-LLM's field names.
 
     `rotary_scaling` is the unchanged HF dictionary without the base, or None. `dtype` is None when the
-    folder does not state it. A TensorRT-LLM checkpoint has no field for `sliding_window`.
+    folder does not state it.
     """
 
     dtype: DataType | None
@@ -83,7 +93,6 @@ class ModelConfig(Geometry):
     rotary_base: float
     rotary_scaling: dict[str, Any] | None
     mlp_bias: bool
-    sliding_window: int | None = None
 
     @property
     def longest_sequence(self) -> int:

@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# Kinds of guides. NVIDIA's C++ backend has all but the last.
+GuideKind = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_tag"]
+
+
+@dataclass(frozen=True)
+class Guide:
+    """Form that an answer must have.
+
+    kind  json for any JSON, whose text is empty; else what `text` is
+    text  JSON schema, regular expression, grammar in XGrammar's EBNF, or XGrammar's structural tag as JSON
+    """
+
+    kind: GuideKind
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.engines.passport import WEIGHTS
 from trtpipe.engines.quantization import SHORT_NAMES, UNQUANTIZED, KvCacheQuantAlgo, resolve_precision
 from trtpipe.pipeline.run_folder import RunFolder, find_run
-from trtpipe.pipeline.spec import BuildSpec, Layer, resolve
+from trtpipe.pipeline.spec import LORA, BuildSpec, Layer, resolve
 from trtpipe.triton_repo.deployment import Deployment, read_deployment
 from trtpipe.triton_repo.deployment_settings import ENGINE
 from trtpipe.triton_repo.migration import Row, Verdict, chosen, migration_table
@@ -108,7 +108,8 @@ def _require_family(deployment: Deployment) -> None:
 def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
     """What only the settings of a target of ours say: the model's source, calibration. Raises InputDataError."""
     names = ["calibration", "accept_accuracy"] if "dtype" not in asked else []
-    names += WEIGHTS if "model" not in asked else []
+    # The adapters of another model would be refused.
+    names += [*WEIGHTS, LORA] if "model" not in asked else []
     kept = {name: plan.settings[name] for name in names if name in plan.settings}
     source = plan.model.source
     if "model" in kept and isinstance(source, FolderSource | GgufSource):

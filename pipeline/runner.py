@@ -85,6 +85,8 @@ def execute(
         except hardware.GpuAbsent:
             later = [stage for stage in later if names.index(stage.name) < names.index("build")]
     if perform is None:
+        for stage in stages:  # a file that it reads and that is not there need not wait for the stages before it
+            stage.sources(stage.settings(spec), store.digests)
         perform = partial(
             satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust, later=later
         )

@@ -14,11 +14,14 @@ from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target, checkpoint_form
+from trtpipe.engines.adapters import check_name
+from trtpipe.engines.backends.base import Target, checkpoint_form, settings_of
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.adapter import Adapter, located_pairs, read_adapter, require_rank
+from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
@@ -47,7 +50,10 @@ SCALARS = (
     "moe_ep",
     "load",
     "accept_accuracy",
+    "tasks",
 )
+# Setting whose fields are names of adapters, with their folders.
+LORA = "lora"
 # Keys of `BuildSpec.to_json`.
 RECORDED = {"target", "model", "settings", "values"}
 EXECUTORS = ("auto", "local", "docker")
@@ -72,6 +78,7 @@ class BuildSpec:
 
     usual_runtime  runtime of the GPU's targets where neither a setting nor the model's family decides
     settings       resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
+    adapters       names of LoRA adapters, and their folders
     """
 
     model: ModelRef
@@ -79,6 +86,7 @@ class BuildSpec:
     precision: Precision
     calibration: CalibrationConfig
     accept_accuracy: bool
+    tasks: tuple[str, ...]
     runtime: str
     usual_runtime: str
     toolchain: Toolchain
@@ -88,6 +96,7 @@ class BuildSpec:
     serving: ServingConfig
     settings: dict[str, Any]
     values: tuple[Value, ...]
+    adapters: tuple[tuple[str, Path], ...] = ()
 
     @property
     def quantization(self) -> Quantization:
@@ -136,6 +145,11 @@ class BuildSpec:
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
+
+    def judge_adapters(self, model: ModelConfig) -> None:
+        """Raises InputDataError for an adapter of another model. It reads the heads of the adapters' files."""
+        for _, folder in self.adapters:
+            located_pairs(read_adapter(folder), model)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -235,6 +249,7 @@ def resolve(
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
+    tasks = _tasks(chosen, quantized=precision.recipe is not None)
     toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
@@ -255,7 +270,13 @@ def resolve(
         gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
         dtype=precision.dtype,
     )  # fmt: skip
-    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
+    adapters = _adapters(chosen)
+    build_config = _group(chosen, "build", BuildConfig, given)
+    if adapters and not recorded:
+        if backend.ARRAYS:
+            require_type(precision.dtype)
+        build_config = _for_adapters(build_config, adapters, fixed="build.max_lora_rank" in chosen)
+    build_config, reasons = backend.resolve(build_config, target)
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
     )
@@ -277,19 +298,23 @@ def resolve(
         Value("toolchain", toolchain.name, origin("toolchain")),
         Value("executor", executor, origin("executor")),
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
+        *([Value("tasks", list(tasks), origin("tasks"))] if tasks else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
         *(Value(n, getattr(mapping, f"{n}_size"), origin(n)) for n in ("moe_tp", "moe_ep") if n in chosen),
+        *(Value(f"{LORA}.{name}", str(folder), origin(f"{LORA}.{name}")) for name, folder in adapters),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if quantization.calibrated and not precision.stored:
         groups.insert(0, ("calibration", calibration_config))
     made = {f"build.{name}": reason for name, reason in reasons.items()}
+    if adapters:
+        made |= dict.fromkeys((f"build.{name}" for name in settings_of(build_config, ())), "for the adapters")
     made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
     for group, settings in groups:
         for field in dataclasses.fields(settings):
             name = f"{group}.{field.name}"
-            if group != "build" or field.name in backend.SETTINGS:
+            if group != "build" or field.name in settings_of(build_config, backend.SETTINGS):
                 source = origin(name, made.get(name, "default"))
                 meaning = field.metadata.get("meaning", "")
                 values.append(Value(name, getattr(settings, field.name), source, meaning))
@@ -306,11 +331,13 @@ def resolve(
             grouped.setdefault(group, {})[name] = value.value
     spec = BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
-        runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor, mapping=mapping,
-        build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values),
+        tasks=tasks, runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor,
+        mapping=mapping, build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values),
+        adapters=adapters,
     )  # fmt: skip
     if shape is not None:
         spec.judge(shape)
+        spec.judge_adapters(shape)
     return spec
 
 
@@ -324,12 +351,46 @@ def _shape(name: str, *, required: bool) -> ModelConfig | None:
         return None
 
 
+def _adapters(chosen: dict[str, tuple[Any, str]]) -> tuple[tuple[str, Path], ...]:
+    """Names and folders of the adapters, sorted. Raises UsageError or ConfigError."""
+    out = []
+    for name, (folder, label) in chosen.items():
+        group, _, own = name.partition(".")
+        if group == LORA:
+            check_name(own)
+            if not isinstance(folder, str) or not folder:
+                raise _error(label)(f"{label}: {name} is {folder!r}, not a folder", remedy="name the adapter's folder")
+            out.append((own, Path(folder).expanduser().absolute()))
+    return tuple(sorted(out))
+
+
+def _for_adapters(build: BuildConfig, adapters: tuple[tuple[str, Path], ...], *, fixed: bool) -> BuildConfig:
+    """`build` for an engine that takes the adapters; `fixed` says that their highest rank is given. Raises UsageError,
+    InputDataError."""
+    read: list[Adapter] = [read_adapter(folder) for _, folder in adapters]
+    most = build.max_lora_rank if fixed else max(adapter.rank for adapter in read)
+    for adapter in read:
+        require_rank(adapter, most)
+    modules = {MODULES[name] for adapter in read for name in adapter.modules if name in MODULES}
+    return dataclasses.replace(
+        build,
+        lora_plugin="auto" if not build.takes_adapters else build.lora_plugin,
+        lora_target_modules=whole_groups({*build.lora_target_modules, *modules}),
+        max_lora_rank=most,
+    )
+
+
 def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
     out: dict[str, tuple[Any, str]] = {}
     for label, layer in layers:
-        read.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
+        read.check_keys(layer, [*SCALARS, *GROUPS, LORA], label, _error(label))
         for key, value in layer.items():
+            if key == LORA and value is not None:
+                if not isinstance(value, dict):
+                    raise _error(label)(f"{label}: {LORA} is not a mapping", remedy=f"name an adapter: {LORA}.NAME")
+                out.update({f"{LORA}.{name}": (inner, label) for name, inner in value.items()})
+                continue
             if key not in GROUPS:
                 if value is not None:
                     out[key] = (value, label)
@@ -401,6 +462,17 @@ def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:
     if not isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not true or false")
     return value
+
+
+def _tasks(chosen: dict[str, tuple[Any, str]], *, quantized: bool) -> tuple[str, ...]:
+    """Files of the tasks that the accuracy gate scores."""
+    value, label = chosen.get("tasks", ([], "default"))
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+        raise _error(label)(f"{label}: tasks is {value!r}, not a file or a list of files")
+    if files and not quantized:
+        raise _error(label)("tasks are for a quantized model", why="they are scored where its accuracy is checked")
+    return tuple(files)
 
 
 def _quantization_values(precision: Precision, origin: Callable[..., str], accept: bool) -> list[Value]:

@@ -36,16 +36,29 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
+# Folders whose files share servers.
+SHARING = ("tests/e2e/smollm2/", "tests/e2e/commands/")
+
+
 class _FilesAndServers(LoadFileScheduling):  # type: ignore[misc]
-    """Tests of one file run in one process, and so do all files that share the server of SmolLM2."""
+    """Tests of one file run in one process, and so do all files that share a server."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = "tests/e2e/smollm2/"
-        return folder if nodeid.startswith(folder) else str(super()._split_scope(nodeid))
+        shared = (folder for folder in SHARING if nodeid.startswith(folder))
+        return next(shared, str(super()._split_scope(nodeid)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     return _FilesAndServers(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test whose mark `make test` would not find: it looks for it in the text of the test's file."""
+    for mark in ("real", "clock"):
+        for path in {item.path for item in items if item.get_closest_marker(mark)}:
+            if f"mark.{mark}" not in path.read_text():
+                raise pytest.UsageError(f"{path} has tests marked {mark}: write pytest.mark.{mark} there")
 
 
 class Guarded(AssertionError):

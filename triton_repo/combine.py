@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from trtpipe.configs.read import read_yaml
+from trtpipe.engines.adapters import FOLDER
 from trtpipe.engines.errors import InputDataError
 from trtpipe.triton_repo.check.text import read_text
 from trtpipe.triton_repo.layout import model_names
@@ -79,5 +80,10 @@ def _link_version(source: Path, out: Path, names: set[str], prefix: str) -> None
             if isinstance(model, str) and _is_inside(model, names):
                 settings["model"] = prefix + model
             (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        elif path.name == FOLDER and path.is_dir():
+            # A folder of this server's own, in which adapters can be added and removed.
+            (out / FOLDER).mkdir()
+            for one in path.iterdir():
+                (out / FOLDER / one.name).symlink_to(one.resolve())
         elif path.name != "__pycache__":
             (out / path.name).symlink_to(path.resolve())

@@ -51,6 +51,9 @@ class Setting:
 def engine_settings(engine: EngineFolder) -> Iterator[Setting]:
     """Settings of the build: sizes, and what differs from the defaults of trtllm-build. Raises InputDataError."""
     build = {**engine.build, **engine.plugins, "cp_size": engine.mapping.get("cp_size", 1)}
+    adapters = engine.build.get("lora_config")
+    if build.get("lora_plugin") and isinstance(adapters, dict):
+        build |= adapters
     if "max_seq_len" not in build and all(is_size(build.get(name)) for name in ("max_input_len", "max_output_len")):
         build["max_seq_len"] = build["max_input_len"] + build["max_output_len"]  # before 0.11
     build.setdefault("max_input_len", build.get("max_seq_len"))

@@ -26,6 +26,7 @@ class ServerOptions:
     exit_timeout      seconds that in-flight requests have when the server ends
     histograms        whether it is to publish the time to the first response, which Triton 24.10 and older cannot
     root              whether the server runs as root, which mpirun must be told
+    traces_url        where spans of requests are sent; None sends none
     """
 
     program: str = "tritonserver"
@@ -40,6 +41,7 @@ class ServerOptions:
     exit_timeout: int = 30
     histograms: bool = False
     root: bool = False
+    traces_url: str | None = None
 
 
 def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
@@ -71,6 +73,13 @@ def mpi_command(ranks: Sequence[Sequence[str]], *, kill_seconds: int, options: S
     return words
 
 
+def trace_arguments(url: str) -> list[str]:
+    """Have Triton send its own spans of the requests that come with a trace's context, and of no others."""
+    of_mode = (f"url={url}", "resource=service.name=triton")
+    settings = ("mode=opentelemetry", "level=TIMESTAMPS", "rate=0", *(f"opentelemetry,{one}" for one in of_mode))
+    return [f"--trace-config={setting}" for setting in settings]
+
+
 def region_prefix(http: int) -> str:
     """Prefix of the names of a server's shared memory regions."""
     return f"trtpipe{http}_"
@@ -94,4 +103,5 @@ def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout}",
         *([HISTOGRAMS] if options.histograms and not rank else []),
+        *(trace_arguments(options.traces_url) if options.traces_url and not rank else []),
     ]

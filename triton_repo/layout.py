@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trtpipe.engines.adapters import FOLDER
+
 ENGINE_FOLDER = "tensorrt_llm/1"
 TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
+# What guided decoding reads of the tokenizer.
+TOKENIZER_INFO = f"{ENGINE_FOLDER}/xgrammar_tokenizer_info.json"
+ADAPTER_FOLDER = f"{ENGINE_FOLDER}/{FOLDER}"
 
 
 def tokenizer_folder(repository: Path) -> Path:

@@ -48,6 +48,10 @@ INPUTS = (
     Tensor("sampling_param_end_id", "TYPE_INT32"),
     Tensor("sampling_param_stop_token_ids", "TYPE_INT32", (ANY,)),
     Tensor("return_log_probs", "TYPE_BOOL"),
+    # Named as the C++ backend's.
+    Tensor("guided_decoding_guide_type", "TYPE_STRING"),
+    Tensor("guided_decoding_guide", "TYPE_STRING"),
+    Tensor("lora_name", "TYPE_STRING"),
 )  # fmt: skip
 OUTPUTS = (
     *(Tensor(name, "TYPE_STRING", (ANY,)) for name in ("text_output", "finish_reason", "stop_reason")),
@@ -61,7 +65,7 @@ OUTPUTS = (
 def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
     """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt."""
     version = out / MODEL / "1"
-    version.mkdir(parents=True)
+    version.mkdir(parents=True, exist_ok=True)
     for source in sorted(engine.path.iterdir()):
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
@@ -95,6 +99,7 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
         "kv_cache_config": cache,
         "enable_chunked_prefill": serving.enable_chunked_context is not False,
         "scheduler_config": {"capacity_scheduler_policy": serving.batch_scheduler_policy.upper()},
+        "guided_decoding_backend": "xgrammar",
         # The model's metrics are made of the engine's statistics.
         "enable_iter_perf_stats": True,
         "triton_config": {

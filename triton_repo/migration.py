@@ -10,7 +10,7 @@ from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import EngineBackend, ServedBy
-from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.build_config import LORA, BuildConfig
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import facts
 from trtpipe.triton_repo.deployment import Deployment
@@ -134,7 +134,7 @@ def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row 
             return dataclasses.replace(base, verdict=Verdict.CARRIED, becomes=name, to=held)
         why = "; ".join(part for part in (reason, why) if part)
         return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, to=held, why=why)
-    if group == "build" and field not in backend.SETTINGS:
+    if group == "build" and field not in (*backend.SETTINGS, *LORA):
         return dataclasses.replace(base, why="the runtime has no such setting")
     verdict = Verdict.CHANGED if name in backend.MEANS else Verdict.CARRIED
     return dataclasses.replace(base, verdict=verdict, becomes=name, to=value, why=backend.MEANS.get(name, why))

@@ -22,12 +22,14 @@ from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
+from trtpipe.engines.lora_arrays import ARRAY_WEIGHTS
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import check_configs
-from trtpipe.triton_repo.layout import ENGINE_FOLDER, TOKENIZER_FOLDER
+from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER, TOKENIZER_FOLDER, TOKENIZER_INFO
 from trtpipe.triton_repo.llmapi import place_llmapi
 from trtpipe.triton_repo.serving import ServingConfig
+from trtpipe.triton_repo.shared_text import tokenizer_info
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Module that the text models share; its name must be unique, since a stub imports it through sys.path.
@@ -35,6 +37,8 @@ SHARED = "trtpipe_text.py"
 # Postprocessing keeps the state of streams, so there can be only one instance.
 POSTPROCESSING_INSTANCES = 1
 BLS_INSTANCES = 4
+# Default size of the C++ backend's cache of adapters in the host's memory.
+LORA_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +49,18 @@ class ModelRepository:
     models: tuple[str, ...] = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 
-def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -> ModelRepository:
-    """Write the repository into the existing folder `out`. Raises InputDataError for an engine that cannot be served.
+def render(
+    engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path, *, adapters: Path | None = None
+) -> ModelRepository:
+    """Write the repository into the existing folder `out`, with the folders of `adapters`. Raises InputDataError for an
+    engine that cannot be served.
 
     The engine's files are hard links where the file system allows it, so that a repository takes no disk space.
     """
     require_tokenizer(tokenizer)
     passport = read_passport(engine.path)
+    if _takes_adapters(passport):
+        _place_adapters(adapters, out / ADAPTER_FOLDER)
     if load_backend(passport.runtime).SERVED_BY is ServedBy.LLM_API:
         repository = ModelRepository(path=out, models=(llmapi.MODEL,))
         values = place_llmapi(engine, serving, TEMPLATES, out)
@@ -60,7 +69,7 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
         return repository
     repository = ModelRepository(path=out)
     for model in repository.models:
-        (out / model / "1").mkdir(parents=True)
+        (out / model / "1").mkdir(parents=True, exist_ok=True)
     for source in sorted(engine.path.iterdir()):
         if source.is_file():
             place(source, out / ENGINE_FOLDER / source.name)
@@ -68,7 +77,8 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
-    for model, values in _values(passport, serving).items():
+    (out / TOKENIZER_INFO).write_text(tokenizer_info(tokenizer), encoding="utf-8")
+    for model, values in _values(passport, serving, adapters).items():
         template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model
         _write_config(template, values, out / model)
         script = TEMPLATES / template / "model.py"
@@ -79,6 +89,36 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     (out / "ensemble" / "1" / ".keep").touch()
     check_configs(out, repository.models)
     return repository
+
+
+def _takes_adapters(passport: Passport) -> bool:
+    return bool(passport.build_config.get("lora_plugin", "disable") != "disable")
+
+
+def _place_adapters(adapters: Path | None, out: Path) -> None:
+    """Link the adapters' files into `out`, which a server may have to find empty."""
+    out.mkdir(parents=True)
+    (out / ".keep").touch()
+    for folder in sorted(adapters.iterdir()) if adapters is not None else ():
+        (out / folder.name).mkdir()
+        for source in sorted(folder.iterdir()):
+            place(source, out / folder.name / source.name)
+
+
+def _adapter_parameters(passport: Passport, prefix: str, adapters: Path | None) -> dict[str, str]:
+    """Parameters of the C++ backend for the adapters that it loads when it starts; our backend reads the folder too."""
+    if not _takes_adapters(passport):
+        return {}
+    rank = str(passport.build_config["max_lora_rank"])
+    arrays = sum(path.stat().st_size for path in adapters.glob(f"*/{ARRAY_WEIGHTS}")) if adapters is not None else 0
+    # An adapter that does not fit is dropped, and its requests are refused.
+    room = {"lora_cache_host_memory_bytes": str(2 * arrays)} if 2 * arrays > LORA_CACHE_BYTES else {}
+    return {
+        **room,
+        "lora_prefetch_dir": prefix + ADAPTER_FOLDER,
+        "lora_cache_max_adapter_size": rank,
+        "lora_cache_optimal_adapter_size": rank,
+    }
 
 
 def _write_config(template: str, values: dict[str, Any], folder: Path) -> None:
@@ -104,7 +144,7 @@ def _pbstring(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, Any]]:
+def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -> dict[str, dict[str, Any]]:
     """Values of each model's template."""
     limit: int = passport.build_config["max_batch_size"]
     batch = serving.triton_max_batch_size or limit
@@ -113,6 +153,7 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             f"serving.triton_max_batch_size {batch} exceeds the engine's max_batch_size {limit}",
             remedy="lower it, or raise build.max_batch_size",
         )
+    ours = load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
     tokenizer_dir = prefix + TOKENIZER_FOLDER
     text_parameters = {"tokenizer_dir": tokenizer_dir}
@@ -159,9 +200,9 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "decoupled": serving.decoupled,
             "max_queue_delay_microseconds": serving.max_queue_delay_microseconds,
             "max_queue_size": serving.max_queue_size,
-            "inputs": tensors.ENGINE_INPUTS,
-            "outputs": tensors.ENGINE_OUTPUTS,
-            "parameters": _engine_parameters(prefix, serving),
+            "inputs": tensors.ENGINE_INPUTS + (tensors.OWN_INPUTS if ours else ()),
+            "outputs": tensors.ENGINE_OUTPUTS + (tensors.OWN_OUTPUTS if ours else ()),
+            "parameters": {**_engine_parameters(prefix, serving), **_adapter_parameters(passport, prefix, adapters)},
             "instance_count": serving.engine_instance_count or 1,
         },
         "postprocessing": {
@@ -202,10 +243,10 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "normalize_log_probs": _boolean(serving.normalize_log_probs),
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
         "stats_check_period_ms": str(serving.stats_check_period_ms),
-        # The backend looks up these three keys without a default: the keys must exist; an empty value means off.
-        "tokenizer_dir": "",
-        "guided_decoding_backend": "",
-        "xgrammar_tokenizer_info_path": "",
+        # Guided decoding: the C++ backend reads the information file, a backend in Python may read the tokenizer.
+        "tokenizer_dir": prefix + TOKENIZER_FOLDER,
+        "guided_decoding_backend": "xgrammar",
+        "xgrammar_tokenizer_info_path": prefix + TOKENIZER_INFO,
     }
     for name in ("max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length"):
         value = getattr(serving, name)

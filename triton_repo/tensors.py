@@ -122,6 +122,14 @@ ENGINE_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("context_phase_params", "TYPE_UINT8", (ANY,)),
 )
 
+# What the Python-based backend has beside NVIDIA's tensors: log-probabilities of the prompt's tokens but the first, and
+# of the likeliest tokens in their places ([2, tokens - 1]), and the ids of the likeliest.
+OWN_INPUTS: tuple[Tensor, ...] = _scalars("TYPE_BOOL", "return_prompt_log_probs")
+OWN_OUTPUTS: tuple[Tensor, ...] = (
+    Tensor("prompt_log_probs", "TYPE_FP32", (ANY, ANY)),
+    Tensor("prompt_likeliest", "TYPE_INT32", (ANY,)),
+)
+
 PREPROCESSING_INPUTS: tuple[Tensor, ...] = (
     Tensor("QUERY", "TYPE_STRING", optional=False),
     Tensor("DECODER_QUERY", "TYPE_STRING"),

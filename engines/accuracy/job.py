@@ -198,15 +198,13 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
             why=f"{original} has {model.vocab_size} tokens",
             remedy="take the tokenizer of the model itself",
         )
-    limits = {"max_position_embeddings": model.max_position_embeddings, "sliding_window": model.sliding_window}
-    for name, limit in limits.items():
-        # Attention here covers the whole row, which is wrong beyond a model's sliding window.
-        if limit is not None and rows.shape[1] > limit:
-            raise UsageError(
-                f"rows of {rows.shape[1]} tokens are too long for {original}",
-                why=f"its {name} is {limit}",
-                remedy=f"use --seq-len {limit} or less",
-            )
+    limit = model.max_position_embeddings
+    if rows.shape[1] > limit:
+        raise UsageError(
+            f"rows of {rows.shape[1]} tokens are too long for {original}",
+            why=f"its max_position_embeddings is {limit}",
+            remedy=f"use --seq-len {limit} or less",
+        )
 
 
 def _check_config(quantized: Path) -> None:

@@ -99,10 +99,11 @@ def _watch_mlp(mlp: Mlp, counts: dict[str, Count], *, first: bool) -> Mlp:
 def _watch_branches(branches: Branches, counts: dict[str, Count]) -> Branches:
     if isinstance(branches, (Each, OneInput)):
         return Each(_watch(branches.first, "mlp.fc", counts), _watch(branches.second, "mlp.gate", counts))
-    if isinstance(branches, OneProduct) and isinstance(branches.both, (Fp8, Int8)):
-        both = _watch(branches.both, "mlp.fc", counts)
-        counts["mlp.gate"] = counts["mlp.fc"]  # the same input
-        return OneProduct(both)
+    if isinstance(branches, OneProduct):
+        watched = replace(branches, both=_watch(branches.both, "mlp.fc", counts))
+        if "mlp.fc" in counts:
+            counts["mlp.gate"] = counts["mlp.fc"]  # the same input
+        return watched
     return branches
 
 

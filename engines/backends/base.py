@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
-from trtpipe.engines.build_config import BuildConfig, changed
+from trtpipe.engines.build_config import LORA, BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
@@ -108,6 +108,8 @@ class EngineBackend(Protocol):
     FIXED     settings and request inputs that it does not follow: dotted name -> (what holds instead, the reason).
               None holds where it has nothing of the kind
     MEANS     settings that it takes in another sense: dotted name -> the sense
+    ARRAYS    whether it loads adapters from NumPy arrays, as TensorRT-LLM's C++ backend does, not as PEFT saves them
+    SAME_ADAPTERS  why a running server keeps the adapters that it has started with; "" where they can change
     """
 
     FORM: str
@@ -126,6 +128,8 @@ class EngineBackend(Protocol):
     NOTICE: str
     FIXED: dict[str, tuple[Any, str]]
     MEANS: dict[str, str]
+    ARRAYS: bool
+    SAME_ADAPTERS: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""
@@ -212,8 +216,13 @@ def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
     return next((form for form in forms if form in algo.row.formats), None)
 
 
+def settings_of(build: BuildConfig, settings: tuple[str, ...]) -> tuple[str, ...]:
+    """A backend's SETTINGS, and those of adapters where the engine takes adapters."""
+    return tuple(dict.fromkeys((*settings, *LORA))) if build.takes_adapters else settings
+
+
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:
     """Raises UsageError when `build` changes a setting that `runtime` does not use."""
     for name in changed(build):
-        if name not in settings:
+        if name not in settings_of(build, settings):
             raise UsageError(f"build.{name} is not for the {runtime} runtime", why=why, remedy="leave it out")

@@ -34,9 +34,11 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""
 FIXED: dict[str, tuple[Any, str]] = {
-    "serving.max_attention_window_size": (None, "its tokens see all before them"),
+    "serving.max_attention_window_size": (None, "each layer has the window of the model's config.json"),
 }
 MEANS: dict[str, str] = {}
+ARRAYS = False
+SAME_ADAPTERS = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.
 VERSION = "reference-1"
@@ -88,6 +90,7 @@ def build(
                     "remove_input_padding": True,
                     "use_paged_context_fmha": True,
                     "tokens_per_block": build.tokens_per_block,
+                    **({"lora_plugin": build.lora_plugin} if build.takes_adapters else {}),
                 },
             },
         },

@@ -29,6 +29,8 @@ ONE_NODE = ""
 NOTICE = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
 FIXED: dict[str, tuple[Any, str]] = {}
 MEANS: dict[str, str] = {}
+ARRAYS = True
+SAME_ADAPTERS = "TensorRT-LLM's C++ backend loads a folder of adapters when it starts"
 
 
 def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:

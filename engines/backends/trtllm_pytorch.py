@@ -54,6 +54,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "serving.accumulate_tokens": (False, "each streamed response carries the new text"),
 }
 MEANS: dict[str, str] = {}
+ARRAYS = False
+SAME_ADAPTERS = "the model of the LLM API looks for them when it starts"
+# Adapters on the GPU and in its host's memory at once; others are read from the disk when a request names them.
+MAX_LORAS, MAX_CPU_LORAS = 8, 64
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -112,6 +116,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "tensor_parallel_size": target.mapping.tp_size,
         "pipeline_parallel_size": target.mapping.pp_size,
         **_expert_sizes(target),
+        **_adapters(build),
         "max_batch_size": build.max_batch_size,
         "max_input_len": build.max_input_len,
         "max_seq_len": build.max_seq_len,
@@ -123,6 +128,13 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         },
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _adapters(build: BuildConfig) -> dict[str, Any]:
+    if not build.takes_adapters:
+        return {}
+    sizes = {"max_lora_rank": build.max_lora_rank, "max_loras": MAX_LORAS, "max_cpu_loras": MAX_CPU_LORAS}
+    return {"enable_lora": True, "lora_config": {"lora_target_modules": list(build.lora_target_modules), **sizes}}
 
 
 def _expert_sizes(target: Target) -> dict[str, int]:

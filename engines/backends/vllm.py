@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.adapters import FOLDER as ADAPTERS
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.base import (
     METHODS,
     NativeServer,
@@ -47,6 +49,12 @@ SEQUENCES_PER_STUB = 64
 ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
+ARRAYS = False
+SAME_ADAPTERS = ""
+# Adapters of one step, and those in the host's memory; requests of more adapters take turns.
+MAX_LORAS, MAX_CPU_LORAS = 8, 64
+# Ranks that its kernels are made for.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 NOTICE = ""
 FIXED: dict[str, tuple[Any, str]] = {
     "build.max_beam_width": (1, "the vllm runtime has no beam search"),
@@ -111,6 +119,12 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="it gives each rank whole experts, or a part of each",
             remedy=f"use --moe-ep {target.mapping.tp_size}, or leave it out",
         )
+    if build.max_lora_rank > LORA_RANKS[-1]:
+        raise UsageError(
+            f"build.max_lora_rank {build.max_lora_rank} is not for the vllm runtime",
+            why=f"its kernels take adapters of up to rank {LORA_RANKS[-1]}",
+            remedy="train an adapter of a lower rank",
+        )
     if target.gpu.is_cpu:
         _require_cpu(target)
     # vLLM's attention always reads a paged cache.
@@ -157,8 +171,16 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         # Of a folder that came quantized vLLM finds the method itself.
         "quantization": _method(algo) if algo and not target.stored else None,
         "kv-cache-dtype": cache.value.lower() if cache else "auto",
+        **_adapters(build),
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _adapters(build: BuildConfig) -> dict[str, Any]:
+    if not build.takes_adapters:
+        return {}
+    rank = next(rank for rank in LORA_RANKS if rank >= build.max_lora_rank)
+    return {"enable-lora": True, "max-lora-rank": rank, "max-loras": MAX_LORAS, "max-cpu-loras": MAX_CPU_LORAS}
 
 
 def _method(algo: QuantAlgo) -> str:
@@ -212,11 +234,13 @@ def native_server(
         given = {name.replace("-", "_"): value for name, value in load_yaml(engine / FILE).items()}
         options = {name.replace("_", "-"): value for name, value in cache_size(engine, given, None).items()}
     options |= {"config": engine / FILE, "tokenizer": tokenizer, "host": host, "port": port}
+    found = AdapterFolder(engine / ADAPTERS).all()
+    adapters = ("--lora-modules", *(f"{name}:{one.name}={one.path}" for name in names for one in found))
     # --config=FILE in one word is not read as a file of arguments.
     words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
     return NativeServer(
         program=program,
-        command=("--model", str(engine), *words, "--served-model-name", *names),
+        command=("--model", str(engine), *words, "--served-model-name", *names, *(adapters if found else ())),
         in_image=False,
         environment=ENVIRONMENT,
     )

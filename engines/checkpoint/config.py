@@ -82,6 +82,7 @@ def config_json(
         "dtype": dtype.value,
         "logits_dtype": "float32",
         **family_of(model).checkpoint_config(model, embedding),
+        **_runtime_defaults(model),
         "mapping": {
             "world_size": mapping.world_size,
             "tp_size": mapping.tp_size,
@@ -96,6 +97,12 @@ def config_json(
             **_quantization_json(quantization, model),
         },
     }
+
+
+def _runtime_defaults(model: ModelConfig) -> dict[str, Any]:
+    """What the runtime takes where serving sets no other value: the windows of the layers, which repeat the list."""
+    windows = list(model.attention_windows)
+    return {"runtime_defaults": {"max_attention_window": windows}} if windows else {}
 
 
 def _moe_sizes(mapping: Mapping) -> dict[str, int]:
@@ -176,6 +183,9 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         )
         if experts.top_k > experts.count:
             raise CheckpointError(f"{where}: top_k {experts.top_k} exceeds num_experts {experts.count}")
+    windows = get("runtime_defaults", dict, {}).get("max_attention_window") or []
+    if not isinstance(windows, list) or not all(type(window) is int and window > 0 for window in windows):
+        raise CheckpointError(f"{where}: max_attention_window is {windows!r}, not a list of positive numbers")
     # Sizes that a producer does not know are left out, or -1.
     sizes = [place if (place := get(key, int, -1, split)) != -1 else None for key in _MOE_SIZES] if experts else []
     try:
@@ -203,6 +213,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         embedding=embedding,
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
         experts=experts,
+        attention_windows=tuple(windows),
         quantization=parse_quantization(get("quantization", dict, {}), where),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from trtpipe.engines.base import Mapping as Ranks
@@ -10,16 +10,8 @@ from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, share
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.model_config import Experts
 
-# `hidden_act` of a checkpoint; with another, TensorRT-LLM's experts have half as many features.
-EXPERT_ACT = "swiglu"
 # Type of a router's weights in a checkpoint, whatever that of the others.
 ROUTER_DTYPE = "F32"
-
-
-def expert_act_fault(raw: Mapping[str, Any]) -> str:
-    """Why a checkpoint's config has no experts with SwiGLU; "" where it has."""
-    act = raw.get("hidden_act")
-    return "" if act == EXPERT_ACT else f"hidden_act is {act!r}, that of experts is {EXPERT_ACT}"
 
 
 def moe_block(experts: Experts | None) -> dict[str, Any]:

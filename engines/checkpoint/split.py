@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from trtpipe.engines.base import Mapping, divisors
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.families import family_of
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
@@ -39,6 +40,12 @@ def check_mapping(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
             why="--embedding-sharding-dim 1 cuts the embedding table along it",
             remedy="use --embedding-sharding-dim 0",
+        )
+    if mapping.pp_size > 1 and not family_of(model).stages:
+        raise UsageError(
+            f"pp_size {mapping.pp_size} is not for a {model.architecture}",
+            why="TensorRT-LLM cannot divide its layers over pipeline stages",
+            remedy="use --tp instead",
         )
     if mapping.pp_size > model.num_hidden_layers:
         raise UsageError(

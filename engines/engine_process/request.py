@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.engines.sampling import Guide, SamplingParams
 
-# Why a request is over: end_id was drawn, a stop word was completed, max_tokens was reached, or cancel() was called.
-Finish = Literal["end_id", "stop_words", "length", "cancelled"]
+# Why a request is over: end_id was drawn, a stop word was completed or the output's form is complete, max_tokens was
+# reached, cancel() was called, or it turned out that the request cannot be run.
+Finish = Literal["end_id", "stop_words", "length", "cancelled", "refused"]
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
 
 
 class RequestRefused(UsageError):
@@ -32,6 +34,8 @@ class Request:
     bad_words       token sequences that must not be completed; they may begin in the prompt
     embedding_bias  [vocab_size] float32, added to the logits first
     beam_width      1; the runtime has no beam search
+    guide           form that the output must have; it goes before min_tokens, bad_words and embedding_bias
+    adapter         number of the LoRA adapter, of `engines.adapters`; 0 for none
     """
 
     id: Any
@@ -44,9 +48,17 @@ class Request:
     # compare=False: the comparison of arrays has no truth value.
     embedding_bias: FloatArray | None = field(default=None, compare=False)
     beam_width: int = 1
+    guide: Guide | None = None
+    adapter: int = 0
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    return_prompt_log_probs: bool = False
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the logits of every prompt position are wanted, so that none may come from the cache."""
+        return self.return_context_logits or self.return_prompt_log_probs
 
 
 # Not frozen: an Output is created for every token, and freezing would more than double the cost of that.
@@ -59,10 +71,15 @@ class Output:
                        penalties; empty unless asked for
     cum_log_prob       sum of the log_probs of all tokens output so far; 0 unless requested
     finish             why the request is over, or None while it continues
+    refusal            the reason, with the finish "refused"
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
+    scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
     context_logits     [prompt tokens, vocab_size] float32, on the first output only and if requested
     generation_logits  [len(tokens), vocab_size] float32 raw logits, if requested
+    prompt_log_probs   [2, prompt tokens - 1], on the first output only and if requested: log softmax of each prompt
+                       token but the first, and of the likeliest token in its place
+    prompt_likeliest   [prompt tokens - 1], with prompt_log_probs: the likeliest token in place of each
     """
 
     id: Any
@@ -70,12 +87,17 @@ class Output:
     log_probs: list[float] = field(default_factory=list)
     cum_log_prob: float = 0.0
     finish: Finish | None = None
+    refusal: str = ""
     reused_blocks: int = 0
     allocated_blocks: int = 0
+    scheduled_ns: int = field(default=0, compare=False)
     context_logits: FloatArray | None = None
     generation_logits: FloatArray | None = None
+    prompt_log_probs: FloatArray | None = None
+    prompt_likeliest: IntArray | None = None
 
     @property
     def only_tokens(self) -> bool:
-        """Whether the output has neither log_probs nor logits."""
-        return not self.log_probs and self.context_logits is None and self.generation_logits is None
+        """Whether the output has neither log_probs nor logits, and is not the first."""
+        arrays = (self.context_logits, self.generation_logits, self.prompt_log_probs)
+        return not self.scheduled_ns and not self.log_probs and all(array is None for array in arrays)

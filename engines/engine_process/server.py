@@ -29,7 +29,7 @@ import numpy as np
 from trtpipe.engines.engine_process.protocol import TAKEN, Connection, peer
 from trtpipe.engines.engine_process.request import Output, Request, RequestRefused
 from trtpipe.engines.errors import TrtpipeError
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.engines.sampling import Guide, SamplingParams
 
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime
@@ -239,9 +239,12 @@ def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
         stop_words=tuple(tuple(word) for word in message["stop_words"]),
         bad_words=tuple(tuple(word) for word in message["bad_words"]),
         embedding_bias=np.frombuffer(blob, dtype=np.float32) if blob else None,
+        adapter=message["adapter"],
         return_log_probs=message["return_log_probs"],
         return_context_logits=message["return_context_logits"],
         return_generation_logits=message["return_generation_logits"],
+        return_prompt_log_probs=message["return_prompt_log_probs"],
+        guide=Guide(**message["guide"]) if message["guide"] else None,
     )
 
 
@@ -267,6 +270,9 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
         for output in mine:
             if output.finish:
                 stub.running.pop(output.id[1], None)
+            if output.finish == "refused":
+                _send(stub, {"type": "refused", "id": output.id[1], "full": False, "error": output.refusal})
+        mine = [output for output in mine if output.finish != "refused"]
         blob = bytearray()
         message: dict[str, Any] = {
             "type": "step", "tokens": plain[number], "outputs": [_entry(output, blob) for output in mine],
@@ -277,13 +283,14 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
 
 
 def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
-    """One output as JSON; logits are appended to the block of bytes as [rows, vocabulary] float32."""
+    """One output as JSON; arrays are appended to the block of bytes: logits as [rows, vocabulary] float32."""
     entry: dict[str, Any] = {
         "id": output.id[1],
         "tokens": output.tokens,
         "finish": output.finish,
         "reused_blocks": output.reused_blocks,
         "allocated_blocks": output.allocated_blocks,
+        "scheduled_ns": output.scheduled_ns,
     }
     if output.log_probs:
         entry["log_probs"] = output.log_probs
@@ -292,6 +299,9 @@ def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
         if logits is not None:
             entry[name] = [len(blob), *logits.shape]
             blob += np.ascontiguousarray(logits, dtype=np.float32).tobytes()
+    if output.prompt_log_probs is not None and output.prompt_likeliest is not None:
+        entry["prompt_log_probs"] = [len(blob), *output.prompt_log_probs.shape]
+        blob += output.prompt_log_probs.tobytes() + output.prompt_likeliest.tobytes()
     return entry
 
 

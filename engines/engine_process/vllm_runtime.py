@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
-from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
+from trtpipe.engines.sampling import Guide
 from trtpipe.engines.yaml_input import load_yaml
 
 # On a CPU the engine runs in this process: another would import vLLM once more, which takes most of a start.
@@ -29,8 +31,11 @@ class Runtime:
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    guided_decoding                paths of what it needs, by name: the folder `tokenizer_dir`. None: requests have no
+                                   guides
     kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
                                    memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
+    adapters                       folder of LoRA adapters, see `engines.adapters`; None for an engine that takes none
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Runtime:
         enable_chunked_context: bool = True,
         kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
+        guided_decoding: dict[str, str] | None = None,
+        adapters: str | None = None,
     ) -> None:
         for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
@@ -59,15 +66,20 @@ class Runtime:
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(engine),
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=guided_decoding is None,
+                tokenizer=None if guided_decoding is None else guided_decoding["tokenizer_dir"],
                 enable_prefix_caching=enable_kv_cache_reuse,
                 gpu_memory_utilization=kv_cache_free_gpu_mem_fraction,
                 disable_log_stats=True,
                 **arguments,
             )
         )
+        self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
         self._running: dict[str, _Running] = {}
         self._ended: list[Output] = []
+        # vLLM's grammars end in the tokenizer's own end token.
+        self._guided = guided_decoding is not None
+        self._grammar_end = self._engine.get_tokenizer().eos_token_id if self._guided else None
         self._vocabulary = self._engine.model_config.get_vocab_size()
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks or 0
         self._blocks = int(blocks)
@@ -80,8 +92,17 @@ class Runtime:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused for one that this engine can never run."""
         name = _name(request.id)
-        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._sampling(request))
-        self._running[name] = _Running(request)
+        sampling = self._sampling(request)
+        adapter = self._adapter(request.adapter) if request.adapter else None
+        try:
+            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling, lora_request=adapter)
+        except Exception as error:
+            # vLLM has an error of its own for parameters that it does not take, which is no ValueError in each version.
+            if type(error).__name__ != "VLLMValidationError" and not isinstance(error, ValueError):
+                raise
+            mark = "" if request.guide is None else "guided_decoding_guide: "
+            raise RequestRefused(f"{mark}vLLM refuses it: {' '.join(str(error).split())}") from None
+        self._running[name] = _Running(request, self._ends(request))
 
     def cancel(self, identity: Any) -> None:
         name = _name(identity)
@@ -101,11 +122,13 @@ class Runtime:
             if running is None:
                 continue  # cancelled while the step ran
             output = running.take(reply)
+            if reply.prompt_logprobs:
+                output.prompt_log_probs, output.prompt_likeliest = running.prompt(reply.prompt_logprobs)
             if output.finish:
                 del self._running[reply.request_id]
                 if running.stopped:
                     self._engine.abort_request([reply.request_id])
-            if output.tokens or output.finish:
+            if output.tokens or output.finish or output.prompt_log_probs is not None:
                 out.append(output)
         return out
 
@@ -131,6 +154,33 @@ class Runtime:
             "tokens_per_block": self._block,
         }
 
+    def _ends(self, request: Request) -> list[int]:
+        """Tokens that end the request and are not output."""
+        ends = [] if request.end_id is None or request.end_id < 0 else [request.end_id]
+        if request.guide is not None and self._grammar_end is not None:
+            ends.append(self._grammar_end)
+        return ends
+
+    def _adapter(self, number: int) -> Any:
+        """The adapter of that number, loaded now: where loading fails in a step, the engine ends.
+
+        Raises RequestRefused.
+        """
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+        placed = self._adapters.numbered(number)
+        if placed is None:
+            raise RequestRefused(f"no adapter has the number {number}")
+        # The files, not the link to them, which may be removed while vLLM would read them again. vLLM takes adapters of
+        # equal names for one.
+        adapter = LoRARequest(f"{placed.name}-{number}", number, str(placed.path.resolve()))
+        if number not in self._engine.list_loras():
+            try:
+                self._engine.add_lora(adapter)
+            except Exception as error:
+                raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+        return adapter
+
     def _sampling(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
@@ -154,7 +204,8 @@ class Runtime:
         bias = None
         if request.embedding_bias is not None:
             bias = {int(i): float(request.embedding_bias[i]) for i in np.flatnonzero(request.embedding_bias)}
-        ends = request.end_id is not None and request.end_id >= 0
+        if request.guide is not None and not self._guided:
+            raise RequestRefused("guided_decoding_guide: this engine is served without guided decoding")
         return SamplingParams(
             max_tokens=request.max_tokens,
             temperature=0.0 if greedy or asked.top_k == 1 else 1.0 if asked.temperature is None else asked.temperature,
@@ -163,12 +214,15 @@ class Runtime:
             repetition_penalty=asked.repetition_penalty or 1.0,
             presence_penalty=asked.presence_penalty or 0.0,
             frequency_penalty=asked.frequency_penalty or 0.0,
-            min_tokens=asked.min_tokens or 0,
+            # A guide may allow the end alone.
+            min_tokens=0 if request.guide is not None else asked.min_tokens or 0,
             seed=asked.seed or 0,
             ignore_eos=True,  # the request's end_id ends generation, not the model's
-            stop_token_ids=[request.end_id] if ends else None,
+            stop_token_ids=self._ends(request) or None,
+            structured_outputs=None if request.guide is None else _structured(request.guide),
             logit_bias=bias,
             logprobs=0 if request.return_log_probs else None,
+            prompt_logprobs=1 if request.return_prompt_log_probs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -177,8 +231,9 @@ class Runtime:
 class _Running:
     """One request in vLLM, and the state of its output so far."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, ends: list[int]) -> None:
         self._request = request
+        self._ends = ends
         self._tokens: list[int] = []
         self._sum = 0.0
         # Whether each token needs more work: stop words or log probabilities.
@@ -205,7 +260,7 @@ class _Running:
             finish = "length"
         elif part.finish_reason is not None:
             finish = "end_id"
-            if tokens and tokens[-1] == self._request.end_id:
+            if tokens and tokens[-1] in self._ends:
                 tokens.pop()  # TensorRT-LLM does not output the end_id
         log_probs = []
         if self._request.return_log_probs:
@@ -219,11 +274,33 @@ class _Running:
                 break
         return Output(id=self._request.id, tokens=tokens, log_probs=log_probs, cum_log_prob=self._sum, finish=finish)
 
+    def prompt(self, entries: list[dict[int, Any] | None]) -> tuple[FloatArray, IntArray]:
+        """`prompt_log_probs` and `prompt_likeliest` of vLLM's entries, one for each prompt token, the first None."""
+        rows = [(entry[token], entry) for token, entry in zip(self._request.prompt, entries, strict=True) if entry]
+        best = [max(entry.items(), key=lambda item: float(item[1].logprob)) for _, entry in rows]
+        values = [[given.logprob for given, _ in rows], [one.logprob for _, one in best]]
+        return np.array(values, dtype=np.float32), np.array([token for token, _ in best], dtype=np.int32)
+
     def _ends_in_a_stop_word(self) -> bool:
         asked = self._request.sampling.min_tokens or 0
         if len(self._tokens) < asked:
             return False
         return any(word and tuple(self._tokens[-len(word) :]) == word for word in self._request.stop_words)
+
+
+def _structured(guide: Guide) -> Any:
+    """vLLM's parameters of a guide."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    names = {
+        "json_schema": "json",
+        "regex": "regex",
+        "ebnf_grammar": "grammar",
+        "structural_tag": "structural_tag",
+    }
+    if guide.kind == "json":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(**{names[guide.kind]: guide.text})
 
 
 def _name(identity: Any) -> str:

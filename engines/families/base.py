@@ -26,7 +26,9 @@ class SourceNames:
     layers            prefix before the number of a layer
     attention         prefix of the names of the KV cache's scales within a layer
     q, k, v, o        linears of the attention, by their names within a layer, as all names that follow
+    qkv               one linear of the rows of q, k and v; "" where they are three
     gate, up, down    linears of the MLP; gate is the activated one. Of an expert, their names within it
+    gate_up           one linear of the rows of gate and up; "" where they are two
     experts           prefix before the number of an expert; "" for a dense model
     router            linear whose outputs are the experts' scores
     num_experts       experts of a layer, where they are known: see `engines.families.names_of`
@@ -44,9 +46,11 @@ class SourceNames:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     o: str = "self_attn.o_proj"
+    qkv: str = ""
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    gate_up: str = ""
     experts: str = ""
     router: str = "mlp.gate"
     num_experts: int = 0
@@ -62,7 +66,7 @@ class SourceNames:
     @property
     def attention_inputs(self) -> tuple[str, ...]:
         """Linears that share the attention's input."""
-        return self.q, self.k, self.v
+        return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  # few and small
     def of_experts(self, count: int) -> SourceNames:
@@ -70,20 +74,21 @@ class SourceNames:
         return replace(self, num_experts=count)
 
     @functools.cached_property
-    def mlps(self) -> tuple[tuple[str, str, str], ...]:
-        """(gate, up, down) of the MLP, or of each expert."""
+    def mlps(self) -> tuple[tuple[str, ...], ...]:
+        """(gate, up, down) of the MLP, or of each expert; (gate_up, down) where gate and up are one linear."""
         places = [f"{self.experts}{number}." for number in range(self.num_experts)] if self.experts else [""]
-        return tuple((place + self.gate, place + self.up, place + self.down) for place in places)
+        linears = (self.gate_up, self.down) if self.gate_up else (self.gate, self.up, self.down)
+        return tuple(tuple(place + linear for linear in linears) for place in places)
 
     @functools.cached_property
     def mlp_inputs(self) -> tuple[str, ...]:
         """Linears that share the MLP's input."""
-        return tuple(name for gate, up, _ in self.mlps for name in (gate, up))
+        return tuple(name for *inputs, _ in self.mlps for name in inputs)
 
     @functools.cached_property
     def matrices(self) -> tuple[tuple[str, ...], ...]:
         """Groups of linears of one input that engines join into one matrix: q, k and v; gate and up, of each expert."""
-        return self.attention_inputs, *((gate, up) for gate, up, _ in self.mlps)
+        return self.attention_inputs, *(tuple(inputs) for *inputs, _ in self.mlps)
 
     @functools.cached_property
     def linears(self) -> tuple[str, ...]:
@@ -107,12 +112,14 @@ class Family(ABC):
     architectures  the Hugging Face `architectures` entries that it covers, each with its `model_type`
     names          names of its source tensors
     reduce_fusion  whether trtllm-build can fuse its all-reduce with the norm after it (`build.reduce_fusion`)
+    stages         whether TensorRT-LLM can divide its layers over pipeline stages
     expert_size    key of an expert's features in the config.json of both kinds; "" for a family without experts
     """
 
     architectures: ClassVar[Mapping[str, str]]
     names: ClassVar[SourceNames] = SourceNames()
     reduce_fusion: ClassVar[bool]
+    stages: ClassVar[bool] = True
     expert_size: ClassVar[str] = ""
 
     @abstractmethod
@@ -147,4 +154,11 @@ class Family(ABC):
 
     def notices(self, model: ModelConfig) -> list[str]:
         """Notices for the user about a conversion that keeps all weights."""
-        return []
+        if not model.attention_windows:
+            return []
+        window, every = min(model.attention_windows), len(set(model.attention_windows)) == 1
+        remedy = f"; for its engines in Triton set max_attention_window_size {window} too" if every else ""
+        return [
+            f"{'the model attends' if every else 'some layers attend'} within a sliding window of {window} tokens, "
+            f"as runtime_defaults of config.json says: TensorRT-LLM takes it where serving sets no other{remedy}"
+        ]

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trtpipe.engines.base import Mapping as Ranks
-from trtpipe.engines.checkpoint.experts import expert_act_fault, expert_shapes, plan_experts
+from trtpipe.engines.checkpoint.experts import expert_shapes, plan_experts
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import Family
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Geometry, ModelConfig
+
+# `hidden_act` of a checkpoint whose gate and up are one matrix; with another, TensorRT-LLM's has half as many rows.
+SWIGLU = "swiglu"
 
 
 class Llama(Family):
@@ -68,7 +71,7 @@ class Llama(Family):
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
             "head_size": model.head_size,
-            "hidden_act": model.hidden_act,
+            "hidden_act": SWIGLU if self.one_matrix else model.hidden_act,
             "norm_epsilon": model.norm_epsilon,
             "position_embedding_type": "rope_gpt_neox",
             "max_position_embeddings": model.max_position_embeddings,
@@ -83,10 +86,13 @@ class Llama(Family):
         }
 
     def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
-        if self.expert_size:
-            return expert_act_fault(raw)
-        act = raw.get("hidden_act")
-        return "" if act in (None, "silu") else f"hidden_act is {act!r}, not silu"
+        act, usual = raw.get("hidden_act"), (SWIGLU,) if self.one_matrix else ("silu", None)
+        return "" if act in usual else f"hidden_act is {act!r}, not {usual[0]}"
+
+    @property
+    def one_matrix(self) -> bool:
+        """Whether a checkpoint has gate and up, of the MLP or of each expert, in one matrix."""
+        return bool(self.expert_size or self.names.gate_up)
 
     def biased(self, model: Geometry) -> tuple[str, ...]:
         """Linears of a layer that have a bias."""
@@ -125,8 +131,9 @@ class Llama(Family):
             f"{names.input_norm}.weight": (hidden,),
             f"{names.post_norm}.weight": (hidden,),
         }
-        for name, rows, cols in ((names.q, q_out, hidden), (names.k, kv_out, hidden), (names.v, kv_out, hidden),
-                                 (names.o, hidden, q_out)):  # fmt: skip
+        fused = (q_out + 2 * kv_out,) if names.qkv else (q_out, kv_out, kv_out)
+        attention = [(name, rows, hidden) for name, rows in zip(names.attention_inputs, fused, strict=True)]
+        for name, rows, cols in (*attention, (names.o, hidden, q_out)):
             out[f"{name}.weight"] = (rows, cols)
             if name in self.biased(model):
                 out[f"{name}.bias"] = (rows,)
@@ -134,9 +141,9 @@ class Llama(Family):
             out |= {f"{name}.weight": (model.head_size,) for name in (names.q_norm, names.k_norm)}
         if model.experts is not None:
             return out | expert_shapes(model.experts, hidden, names)
-        out[f"{names.gate}.weight"] = (ffn, hidden)
-        out[f"{names.up}.weight"] = (ffn, hidden)
-        out[f"{names.down}.weight"] = (hidden, ffn)
+        ((*inputs, down),) = names.mlps
+        out |= {f"{name}.weight": (2 * ffn // len(inputs), hidden) for name in inputs}
+        out[f"{down}.weight"] = (hidden, ffn)
         return out
 
     def plan_layer(self, model: Geometry, mapping: Ranks, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
@@ -144,7 +151,11 @@ class Llama(Family):
         q_rows = share(model.num_attention_heads * model.head_size, tp, tp_rank)
         kv_rows = kv_head_rows(model, tp, tp_rank)
         ffn_rows = share(ffn, tp, tp_rank)
-        qkv = ((names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows))
+        qkv = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)]
+        if names.qkv:
+            keys, values = (_moved(kv_rows, (model.num_attention_heads + past) * model.head_size)
+                            for past in (0, model.num_key_value_heads))  # fmt: skip
+            qkv = [(names.qkv, q_rows), (names.qkv, keys), (names.qkv, values)]
         qkv_out = sum(stop - start for _, (start, stop) in qkv)
 
         def fused(suffix: str) -> tuple[Piece, ...]:
@@ -155,7 +166,7 @@ class Llama(Family):
 
         yield TensorPlan(ours + "input_layernorm.weight", (hidden,), weight(names.input_norm, (0, hidden)))
         yield TensorPlan(ours + "attention.qkv.weight", (qkv_out, hidden), fused("weight"))
-        if names.q in self.biased(model):
+        if names.attention_inputs[0] in self.biased(model):
             yield TensorPlan(ours + "attention.qkv.bias", (qkv_out,), fused("bias"))
         dense = weight(names.o, (0, hidden), q_rows)
         yield TensorPlan(ours + "attention.dense.weight", (hidden, q_rows[1] - q_rows[0]), dense)
@@ -171,6 +182,12 @@ class Llama(Family):
         if model.experts is not None:
             yield from plan_experts(model.experts, hidden, names, mapping, tp_rank, ours, theirs)
             return
+        if names.gate_up:
+            # One matrix of a rank's rows of up, and then those of gate, the activated one.
+            gate, up = weight(names.gate_up, ffn_rows), weight(names.gate_up, _moved(ffn_rows, ffn))
+            yield TensorPlan(ours + "mlp.fc.weight", (2 * ffn // tp, hidden), (*up, *gate))
+            yield TensorPlan(ours + "mlp.proj.weight", (hidden, ffn // tp), weight(names.down, (0, hidden), ffn_rows))
+            return
         # TensorRT-LLM computes act(fc(x)) * gate(x): its fc is gate_proj, its gate is up_proj.
         yield TensorPlan(ours + "mlp.fc.weight", (ffn // tp, hidden), weight(names.gate, ffn_rows))
         yield TensorPlan(ours + "mlp.gate.weight", (ffn // tp, hidden), weight(names.up, ffn_rows))
@@ -182,6 +199,10 @@ class Llama(Family):
                 f"{folder} has biases in its feed-forward layers (mlp_bias)",
                 why=f"a {model.architecture} of TensorRT-LLM has none, and its converter drops them silently",
             )
+
+
+def _moved(rows: tuple[int, int], by: int) -> tuple[int, int]:
+    return rows[0] + by, rows[1] + by
 
 
 FAMILY = Llama()

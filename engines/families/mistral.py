@@ -1,14 +1,14 @@
-"""Mistral: a Llama with an optional sliding window, which a checkpoint cannot state."""
+"""Mistral: a Llama with an optional sliding window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trtpipe.engines.families.llama import Llama
 from trtpipe.engines.hf.config_fields import ConfigFields
-from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 
 
 class Mistral(Llama):
@@ -17,17 +17,13 @@ class Mistral(Llama):
     reduce_fusion = False
 
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
-        window = None if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
-        return replace(super().read_config(architecture, fields), sliding_window=window)
+        model = super().read_config(architecture, fields)
+        longest = model.longest_sequence
+        window = longest if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
+        return replace(model, attention_windows=(window,) if window < longest else ())
 
-    def notices(self, model: ModelConfig) -> list[str]:
-        window = model.sliding_window
-        if window is None or window >= model.max_position_embeddings:
-            return []
-        return [
-            f"the model attends within a sliding window of {window} tokens, which a checkpoint cannot say: "
-            f"set max_attention_window_size {window} when serving sequences longer than that"
-        ]
+    def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
+        return super().hf_config(config) | {"sliding_window": config.window(0)}
 
 
 FAMILY = Mistral()

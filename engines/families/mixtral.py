@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from trtpipe.engines.checkpoint.experts import EXPERT_ACT, moe_block
+from trtpipe.engines.checkpoint.experts import moe_block
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.families.mistral import Mistral
 from trtpipe.engines.hf.config_fields import ConfigFields
@@ -26,10 +26,7 @@ class Mixtral(Mistral):
         return replace(model, experts=fields.experts(("num_local_experts",), self.expert_size, normalize=True))
 
     def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
-        return super().checkpoint_config(model, embedding) | {
-            "hidden_act": EXPERT_ACT,
-            "moe": moe_block(model.experts),
-        }
+        return super().checkpoint_config(model, embedding) | {"moe": moe_block(model.experts)}
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
         assert config.experts is not None

@@ -50,7 +50,7 @@ class Qwen(Llama):
             model,
             attn_bias=kind == QWEN2 or model.attn_bias,
             rotary_scaling=scaling,
-            sliding_window=_sliding_window(fields, model.num_hidden_layers),
+            attention_windows=_windows(fields, model),
         )
 
     def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
@@ -87,7 +87,11 @@ class Qwen(Llama):
         out = super().hf_config(config)
         # No setting of a Qwen: the type of the model determines the biases.
         del out["attention_bias"], out["mlp_bias"]
-        return {**out, "use_sliding_window": False}
+        if not config.attention_windows:
+            return {**out, "use_sliding_window": False}
+        window, layers = min(config.attention_windows), range(config.num_hidden_layers)
+        kinds = ["sliding_attention" if config.window(layer) == window else "full_attention" for layer in layers]
+        return {**out, "use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
     def biased(self, model: Geometry) -> tuple[str, ...]:
         return self.names.attention_inputs if model.attn_bias else ()
@@ -110,25 +114,24 @@ class Qwen(Llama):
                 why=f"TensorRT-LLM's {model.architecture} then reads queries, keys and values in another order",
             )
 
-    def notices(self, model: ModelConfig) -> list[str]:
-        window = model.sliding_window
-        if window is None or window >= model.max_position_embeddings:
-            return []
-        return [
-            f"some layers attend within a sliding window of {window} tokens, which a checkpoint cannot say: "
-            "answers to sequences longer than that are not those of Hugging Face's model"
-        ]
 
-
-def _sliding_window(fields: ConfigFields, layers: int) -> int | None:
-    """Tokens that some of the layers attend to; None where all of them attend to all tokens."""
+def _windows(fields: ConfigFields, model: ModelConfig) -> tuple[int, ...]:
+    """`attention_windows` of the model, some of whose layers may attend to all tokens."""
+    layers, longest = model.num_hidden_layers, model.longest_sequence
     if not fields.flag("use_sliding_window") or fields.raw.get("sliding_window") is None:
-        return None
+        return ()
     first, kinds = fields.raw.get("max_window_layers", FIRST_WINDOWED), fields.raw.get("layer_types")
     if type(first) is not int or first < 0:
         raise InputDataError(f"{fields.path}: max_window_layers is {first!r}, not a number of layers")
-    windowed = "sliding_attention" in kinds if isinstance(kinds, list) else first < layers
-    return fields.count("sliding_window") if windowed else None
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
+        raise InputDataError(f"{fields.path}: layer_types is not a list of {layers} kinds of attention")
+    windowed = (
+        [layer >= first for layer in range(layers)] if kinds is None else [k == "sliding_attention" for k in kinds]
+    )
+    window = fields.count("sliding_window") if any(windowed) else longest
+    if window >= longest:
+        return ()
+    return (window,) if all(windowed) else tuple(window if narrow else longest for narrow in windowed)
 
 
 FAMILY = Qwen()

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from trtpipe.engines.checkpoint.experts import EXPERT_ACT
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.families.qwen import Qwen
 from trtpipe.engines.hf.config_fields import ConfigFields
-from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 
 
 class QwenMoe(Qwen):
@@ -31,9 +30,6 @@ class QwenMoe(Qwen):
         normalize = fields.flag("norm_topk_prob")
         counts = ("num_experts", "num_local_experts")
         return replace(model, experts=fields.experts(counts, self.expert_size, normalize=normalize))
-
-    def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
-        return super().checkpoint_config(model, embedding) | {"hidden_act": EXPERT_ACT}
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
         experts = config.experts

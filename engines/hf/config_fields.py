@@ -85,11 +85,11 @@ class ConfigFields:
             if value.get("rope_theta") is not None:
                 bases[f"{key}.rope_theta"] = ConfigFields(path, value).number("rope_theta", 0.0)
             scalings[key] = _scaling(path, key, {name: entry for name, entry in value.items() if name != "rope_theta"})
-        for place in (raw, *(scaling for scaling in scalings.values() if scaling)):
+        for place in (raw, *(raw[key] for key in scalings)):
             if place.get("partial_rotary_factor") not in (None, 1):
                 raise InputDataError(
                     f"{path}: partial_rotary_factor is {place['partial_rotary_factor']!r}",
-                    why="TensorRT-LLM's models of this kind rotate whole heads",
+                    why="models that rotate a part of each head are not read here",
                 )
         _require_one(path, bases)
         _require_one(path, {key: scaling and _spelt_anew(scaling) for key, scaling in scalings.items()})

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from trtpipe.engines.model_config import Experts
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize.expert_layer import ExpertLayer, share_scales
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales
+from trtpipe.engines.reference.masks import prompt_mask
 
 # ModelOpt's quantizer of each type of KV cache that it calibrates.
 _KV_CACHE = {
@@ -43,6 +44,7 @@ class Calibrator:
     samples       [samples, seq_len] token ids
     names         names of the family's tensors, which transformers' modules have too, but those of experts
     experts       None for a dense model
+    windows       most tokens that a token attends to in a layer, or None: see `Geometry.window`
     batch_tokens  tokens in one forward pass; more tokens are faster and take more memory
     scratch       folder for hidden states that do not fit into memory
     """
@@ -55,13 +57,14 @@ class Calibrator:
         quantization: Quantization,
         names: SourceNames,
         experts: Experts | None,
+        windows: Callable[[int], int | None],
         *,
         modelopt: str | None,
         batch_tokens: int,
         scratch: Path,
         hidden_bytes: int,
     ) -> None:
-        self._quantization, self._names, self._experts = quantization, names, experts
+        self._quantization, self._names, self._experts, self._windows = quantization, names, experts, windows
         # Layer -> numbers of its experts that no token of the samples has reached.
         self.unreached: dict[int, list[int]] = {}
         self._recipe = _configuration(modelopt, quantization)
@@ -153,11 +156,12 @@ class Calibrator:
     def _forward(self, model: Any, index: int, *, replace: bool) -> None:
         length = self._hidden.shape[1]
         positions = torch.arange(length, device=self._device).unsqueeze(0)
+        # Attention without a mask is causal; no padding mask is needed, since every sample fills its row.
+        mask = prompt_mask(0, length, self._windows(index) or length, self._dtype, self._device)
         for rows in self._batches():
             hidden = self._hidden[rows].to(self._device)
             rotary = model.rotary_emb(hidden, positions)
-            # Attention without a mask is causal; no padding mask is needed, since every sample fills its row.
-            out = model.layers[0](hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+            out = model.layers[0](hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
             out = out[0] if isinstance(out, tuple) else out
             if replace:
                 # One sum per sample: it is not finite if any value is not.

@@ -4,10 +4,10 @@ A linear's input is to be multiplied by a vector. What makes the input is multip
 
     q, k, v      the norm before them
     gate, up     the norm before them; experts have one vector, and the router is divided by it
-    down         the rows of up: the input is act(gate) * up
-    o            the rows of v: the input is a mean of values. Query heads that share a key/value head need one vector
-                 for all: the smallest factor of each feature, and o makes up for the rest. So the largest input
-                 stays what it was, and smaller ones become smaller still
+    down         the rows of up, the last of their linears: the input is act(gate) * up
+    o            the rows of v, the last of theirs: the input is a mean of values. Query heads that share a key/value
+                 head need one vector for all: the smallest factor of each feature, and o makes up for the rest. So the
+                 largest input stays what it was, and smaller ones become smaller still
 """
 
 from __future__ import annotations
@@ -30,20 +30,28 @@ def fold(linears: Smoothed, others: Tensors, source: SourceNames, head_size: int
     for name, (weight, vector) in linears.items():
         assert vector is not None, name
         weights[name], vectors[name] = weight.float(), vector.float()
-    for name, norm in ((source.q, source.input_norm), (source.mlp_inputs[0], source.post_norm)):
+    attention = source.attention_inputs
+    for name, norm in ((attention[0], source.input_norm), (source.mlp_inputs[0], source.post_norm)):
         _multiply(others, f"{norm}.weight", vectors[name])
     if source.experts:
         # The router reads the same norm.
         _multiply(others, f"{source.router}.weight", 1.0 / vectors[source.mlp_inputs[0]])
-    for _, up, down in source.mlps:
-        weights[up] = weights[up] * vectors[down][:, None]
-    heads = vectors[source.o].view(len(weights[source.v]) // head_size, -1, head_size)
+    for *_, up, down in source.mlps:
+        weights[up] = _last_rows(weights[up], vectors[down])
+    keys_and_values = sum(len(weights[name]) for name in attention) - len(vectors[source.o])
+    heads = vectors[source.o].view(keys_and_values // 2 // head_size, -1, head_size)
     shared = heads.amin(dim=1, keepdim=True)
     weights[source.o] = weights[source.o] * (heads / shared).flatten()
     values = shared.flatten()
-    weights[source.v] = weights[source.v] * values[:, None]
+    weights[attention[-1]] = _last_rows(weights[attention[-1]], values)
     _multiply(others, f"{source.v}.bias", values)
     return {name: (weight, None) for name, weight in weights.items()}, float(values.max())
+
+
+def _last_rows(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """The weight with its last rows, as many as the vector has numbers, multiplied by them."""
+    rest = len(weight) - len(vector)
+    return torch.cat([weight[:rest], weight[rest:] * vector[:, None]])
 
 
 def _multiply(tensors: Tensors, name: str, vector: torch.Tensor) -> None:

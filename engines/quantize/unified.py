@@ -30,22 +30,24 @@ from trtpipe.engines.quantize.formats import HUGGING_FACE
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
     names = names_of(model)
-    cached = {names.k: "k_scale", names.v: "v_scale"}
+    # Beside k and v; a linear that holds both has the names that it would have apart.
+    cached = {names.k: (names.k,), names.v: (names.v,), names.qkv: (names.k, names.v)}
+    suffixes = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is not None
+    # Only linears that share their input have its smoothing folded into the norm before them.
+    folded = [linear for group in names.matrices if len(group) > 1 for linear in group]
     linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
         if linear is None:
             yield whole(name, shape, None)
             continue
-        yield from _linear(name, shape, quantization, follows_norm=names.norm_before(linear) is not None)
-        if cache and linear in cached:
-            yield whole(name.removesuffix("weight") + cached[linear], (), "F32")
+        yield from _linear(name, shape, quantization, folded=linear in folded)
+        for one in cached.get(linear, ()) if cache else ():
+            yield whole(f"{name.removesuffix(f'{linear}.weight')}{one}.{suffixes[one]}", (), "F32")
 
 
-def _linear(
-    name: str, shape: tuple[int, ...], quantization: Quantization, *, follows_norm: bool
-) -> Iterator[TensorPlan]:
+def _linear(name: str, shape: tuple[int, ...], quantization: Quantization, *, folded: bool) -> Iterator[TensorPlan]:
     algo, stem, (out, width) = quantization.quant_algo, name.removesuffix("weight"), shape
     if algo is None:
         yield whole(name, shape, None)
@@ -68,8 +70,7 @@ def _linear(
         yield whole(stem + names["second_scale"], (), "F32")
     if algo.row.static_input:
         yield whole(stem + names["input_scale"], (), "F32")
-    # AWQ's smoothing vector is folded into the norm before the linear, if there is one.
-    if algo.row.smoothed and not (quantization.packed and follows_norm):
+    if algo.row.smoothed and not (quantization.packed and folded):
         yield whole(stem + names["smooth"], (width,), None)
 
 

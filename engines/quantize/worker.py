@@ -123,6 +123,7 @@ def _layers(
         quantization,
         names,
         model.experts,
+        model.window,
         modelopt=spec["modelopt"],
         batch_tokens=spec["batch_tokens"] or BATCH_TOKENS[embedding.device.type],
         scratch=Path(spec["scratch"]),

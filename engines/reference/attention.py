@@ -23,6 +23,7 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.cuda.fused import can_compile, rotate_and_keep
 from trtpipe.engines.reference.cuda.graphs import Decode
 from trtpipe.engines.reference.kv_codec import KvCodec
+from trtpipe.engines.reference.masks import decode_mask, prompt_mask
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
@@ -37,12 +38,18 @@ class Span(NamedTuple):
     start   position of the first token; the tokens before it are in the cache
     blocks  the request's blocks, enough for start + len(tokens) positions
     logits  number of last tokens whose logits are requested
+    adapter number of the request's adapter; 0 for none
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     logits: int
+    adapter: int = 0
+
+
+# Window of some layers -> their mask of a step, or None.
+Masks = dict[int, torch.Tensor | None]
 
 
 class _Prompt(NamedTuple):
@@ -54,7 +61,7 @@ class _Prompt(NamedTuple):
     # Blocks and length of the sequence up to the span's end; None when the span is the whole sequence.
     blocks: torch.Tensor | None
     length: int
-    mask: torch.Tensor | None
+    masks: Masks
     # Of n sequences: [n + 1] int32, rows where each begins, counted from `first`, and the end; `length` is the longest.
     bounds: torch.Tensor | None = None
 
@@ -65,7 +72,7 @@ class _Decodes(NamedTuple):
     positions: torch.Tensor  # [n]
     tables: torch.Tensor  # [n * width], blocks of the spans
     length: int  # at least the length of the longest sequence
-    mask: torch.Tensor | None  # additive [n, 1, 1, length]; None where nothing is masked
+    masks: Masks  # [n, 1, 1, length]; None where nothing is masked
 
 
 class Step(NamedTuple):
@@ -100,6 +107,8 @@ class Attention:
         self._config, self._dtype, self._device = config, dtype, device
         self._heads, self._kv_heads = rank_heads(config)
         self._block = tokens_per_block
+        self._longest = max_positions
+        self._windows = sorted({self._window(config.window(layer)) for layer in range(config.num_hidden_layers)})
         cache = config.quantization.kv_cache_quant_algo
         # Elements that store a key or a value of one head.
         self._stored = config.head_size if cache is None else cache.row_bytes(config.head_size)
@@ -151,8 +160,8 @@ class Attention:
             length = max(positions) + 1
             tables = [block for s in spans[:decodes] for block in _fit(s.blocks, -(-length // size))]
             places = position[:decodes]
-            mask = self._mask(places, length) if min(positions) + 1 < length else None
-            seen = _Decodes(places, torch.tensor(tables, device=self._device), length, mask)
+            masks = self._decode_masks(places, length, padded=min(positions) + 1 < length)
+            seen = _Decodes(places, torch.tensor(tables, device=self._device), length, masks)
         return Step(
             cos=self._cos[position].unsqueeze(1),
             sin=self._sin[position].unsqueeze(1),
@@ -164,37 +173,46 @@ class Attention:
     def plan_decode(self, step: Decode) -> Step:
         """Plan a step that only decodes, in a way that a CUDA graph can record."""
         length = len(step.tables) // len(step.ids) * self._block
-        decodes = _Decodes(step.positions, step.tables, length, self._mask(step.positions, length))
+        masks = self._decode_masks(step.positions, length, padded=True)
+        decodes = _Decodes(step.positions, step.tables, length, masks)
         cos, sin = (table[step.positions].unsqueeze(1) for table in (self._cos, self._sin))
         return Step(cos, sin, step.slots[:, None], decodes, prompts=[])
 
     def _has_paged_attention(self) -> bool:
         """Whether a kernel reads the cache in place for decoding tokens; otherwise the cache is gathered first."""
-        if self._device.type != "cuda" or not can_compile():
+        # The kernel knows no windows.
+        if self._device.type != "cuda" or not can_compile() or self._windows != [self._longest]:
             return False
         cache = self._config.quantization.kv_cache_quant_algo
         if cache is KvCacheQuantAlgo.NVFP4:
             return False
         return cache is not KvCacheQuantAlgo.FP8 or torch.cuda.get_device_capability(self._device) >= (8, 9)
 
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | None:
-        """Mask [n, 1, 1, length] that hides later positions from tokens at `positions` [n]."""
+    def _window(self, window: int | None) -> int:
+        """Most tokens that a token attends to: `window`, or as many as there can be."""
+        return self._longest if window is None else min(window, self._longest)
+
+    def _decode_masks(self, positions: torch.Tensor, length: int, *, padded: bool) -> Masks:
+        """Masks of tokens at `positions` [n]; `padded` where `length` is more than one of them sees."""
         if self._paged:
-            return None
-        beyond = torch.arange(length, device=self._device) > positions[:, None]
-        mask = torch.zeros(len(positions), 1, 1, length, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(beyond[:, None, None], -torch.inf)
+            return {}
+        return {
+            window: decode_mask(positions, length, window, self._dtype) if padded or window < length else None
+            for window in self._windows
+        }
 
     def _has_joined_attention(self) -> bool:
         """Whether one kernel computes the attention of many whole prompts: a launch for each would leave GPUs idle."""
         if self._device.type != "cuda" or self._dtype == torch.float32 or self._config.head_size % 8:
+            return False
+        if self._windows != [self._longest]:
             return False
         return self._config.head_size <= 256 and torch.cuda.get_device_capability(self._device) >= (8, 0)
 
     def _plan_joined(self, spans: Sequence[Span], row: int) -> _Prompt:
         lengths = [len(span.tokens) for span in spans]
         bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
-        return _Prompt(row, row + sum(lengths), None, max(lengths), None, bounds)
+        return _Prompt(row, row + sum(lengths), None, max(lengths), {}, bounds)
 
     def _plan_apart(self, spans: Sequence[Span], row: int) -> list[_Prompt]:
         rows = itertools.accumulate((len(span.tokens) for span in spans), initial=row)
@@ -203,11 +221,11 @@ class Attention:
     def _plan_prompt(self, span: Span, row: int) -> _Prompt:
         count = len(span.tokens)
         length = span.start + count
+        masks = {window: prompt_mask(span.start, count, window, self._dtype, self._device) for window in self._windows}
         if span.start == 0:
-            return _Prompt(row, row + count, None, length, None)
+            return _Prompt(row, row + count, None, length, masks)
         blocks = torch.tensor(span.blocks[: -(-length // self._block)], device=self._device)
-        mask = torch.full((count, length), -torch.inf, dtype=self._dtype, device=self._device).triu_(span.start + 1)
-        return _Prompt(row, row + count, blocks, length, mask)
+        return _Prompt(row, row + count, blocks, length, masks)
 
     def attend(
         self, step: Step, first_shard: int, layer: Sequence[LayerShard], place: int, qkv: torch.Tensor
@@ -224,13 +242,15 @@ class Attention:
             None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, self._stored),
         )  # fmt: skip
         parts: list[torch.Tensor] = []
+        window = self._window(layer[place].window)
         if step.decodes is not None:
-            parts.append(self._attend_cached(x[: len(step.decodes.positions), :heads], pool, codec, step.decodes))
-        parts += [self._attend_prompt(x[one.first : one.last], pool, codec, one) for one in step.prompts]
+            query = x[: len(step.decodes.positions), :heads]
+            parts.append(self._attend_cached(query, pool, codec, step.decodes, window))
+        parts += [self._attend_prompt(x[one.first : one.last], pool, codec, one, window) for one in step.prompts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_prompt(
-        self, own: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, prompt: _Prompt
+        self, own: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, prompt: _Prompt, window: int
     ) -> torch.Tensor:
         """[n, heads of queries, keys and values, head_size] -> [n, heads * head_size]."""
         n, heads, kv = len(own), self._heads, self._kv_heads
@@ -248,21 +268,22 @@ class Attention:
             if codec is not None:
                 cached[:, -n:] = seen
             seen = cached
+        mask = prompt.masks[window]
         out = functional.scaled_dot_product_attention(
             own[:, :, :heads].transpose(1, 2),
             seen[:, :, :kv].transpose(1, 2),
             seen[:, :, kv:].transpose(1, 2),
-            attn_mask=prompt.mask,
-            is_causal=prompt.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=True,
         )
         return out.transpose(1, 2).reshape(n, -1)
 
     def _attend_cached(
-        self, query: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, decodes: _Decodes
+        self, query: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, decodes: _Decodes, window: int
     ) -> torch.Tensor:
         """[n, heads, head_size] -> [n, heads * head_size]."""
-        positions, tables, length, mask = decodes
+        positions, tables, length, masks = decodes
         if self._paged:
             from trtpipe.engines.reference.cuda.kernels import paged_attention
 
@@ -275,7 +296,7 @@ class Attention:
             query.reshape(n, kv, heads // kv, size),
             cached[:, :, :kv].transpose(1, 2),
             cached[:, :, kv:].transpose(1, 2),
-            attn_mask=mask,
+            attn_mask=masks[window],
         )
         return out.reshape(n, heads * size)
 

@@ -12,8 +12,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-# Digest of the empty prefix.
-ROOT = b""
+
+def root(adapter: int) -> bytes:
+    """Digest of the empty prefix of requests with an adapter, whose keys and values differ from those of another."""
+    return adapter.to_bytes(8, "big") if adapter else b""
 
 
 def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from trtpipe.engines.model_config import Experts
-from trtpipe.engines.reference.cuda.fused import Encode, swiglu
+from trtpipe.engines.reference.cuda.fused import Encode, swiglu, unchanged
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mlp import Mlp
 
@@ -42,7 +42,7 @@ class ExpertMlp(Mlp):
 
     @property
     def encode(self) -> Encode:
-        return _unchanged
+        return unchanged  # the router and each expert encode the input by themselves
 
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         x: torch.Tensor = operand
@@ -79,8 +79,3 @@ def weighted_sum(
             made = held[number - first](x[rows]) * shares.flatten()[picked, None]
             out.index_add_(0, rows, made.to(dtype))
     return out
-
-
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
-    """The router and each expert encode the input by themselves."""
-    return x

@@ -27,7 +27,7 @@ from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear, Stacked
 from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE, MappedTensors
-from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
+from trtpipe.engines.reference.mlp import GatedMlp, Mlp, OneProduct, make_branches
 from trtpipe.engines.reference.stored_linear import cache_scale, read_linear
 from trtpipe.engines.reference.weights import (
     CPU,
@@ -60,7 +60,7 @@ class HfFolder:
         return (self._rank[EMBEDDING],)
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
-        return (read_layer(self._rank, index, self.config, self._dtype),)
+        return (read_layer(self._rank, index, self.config, self._dtype, self.config.window(index)),)
 
     def head(self) -> Head:
         return Head(self._rank[FINAL_NORM], (self._rank[HEAD],), sharded=False)
@@ -108,6 +108,7 @@ class QuantizedFolder:
                 self._vector(f"{prefix}{names.q_norm}.weight"),
                 self._vector(f"{prefix}{names.k_norm}.weight"),
             ),
+            window=self.config.window(index),
         )
         return (shard,)
 
@@ -115,8 +116,8 @@ class QuantizedFolder:
         facts, mlps = self.config.experts, self._names.mlps
         linears = [[self._linear(prefix + name) for name in mlp] for mlp in mlps]
         if facts is None:
-            gate, up, down = linears[0]
-            return GatedMlp(make_branches(gate, up), down)
+            *inputs, down = linears[0]
+            return GatedMlp(make_branches(*inputs) if len(inputs) > 1 else OneProduct(inputs[0]), down)
         router = self._tensors[f"{prefix}{self._names.router}.weight"].float()
         return ExpertMlp(facts, router, 0, [Expert(Stacked((up, gate)), down) for gate, up, down in linears])
 
@@ -151,10 +152,10 @@ class _Planned(Mapping[str, torch.Tensor]):
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # A single rank takes every piece whole.
+        # A single rank takes all columns.
         plan = self._plans[name]
         dtype = self._dtype if plan.dtype is None else STORED_DTYPE[plan.dtype]
-        pieces = [self._source[piece.source].to(dtype) for piece in plan.pieces]
+        pieces = [self._source[piece.source][slice(*piece.rows)].to(dtype) for piece in plan.pieces]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces).view(plan.shape)
 
     def __contains__(self, name: object) -> bool:

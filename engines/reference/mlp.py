@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from trtpipe.engines.reference.cuda.fused import Encode, swiglu
+from trtpipe.engines.reference.cuda.fused import Encode, swiglu, unchanged
 from trtpipe.engines.reference.linear import Fp8, Fp8Block, Int8, Linear, Nvfp4, Plain
+from trtpipe.engines.reference.lora import Add
 
 
 class Mlp(ABC):
@@ -26,6 +27,10 @@ class Mlp(ABC):
     @abstractmethod
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         """Second step, with what `encode` made of an input of type `dtype`."""
+
+    def adapted(self, operand: Any, x: torch.Tensor, add: Add, dtype: torch.dtype) -> torch.Tensor:
+        """`product` with adapters; `x` is the input of which `operand` was made. Experts have none."""
+        return self.product(operand, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(self.encode(x), x.dtype)
@@ -63,9 +68,13 @@ class Each(Branches):
 
 @dataclass(frozen=True)
 class OneProduct(Branches):
-    """Branches [out, in] stacked into one matrix, which a GPU reads faster than two matrices of half the size."""
+    """Branches [out, in] stacked into one matrix, which a GPU reads faster than two matrices of half the size.
+
+    activated  which of its halves is the first branch: 0 or 1
+    """
 
     both: Linear
+    activated: int = 0
 
     @classmethod
     def of(cls, first: Linear, second: Linear) -> OneProduct | None:
@@ -87,8 +96,8 @@ class OneProduct(Branches):
         return self.both.encode(x)
 
     def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.both.product(operand, dtype).chunk(2, dim=-1)
-        return first, second
+        halves = self.both.product(operand, dtype).chunk(2, dim=-1)
+        return halves[self.activated], halves[1 - self.activated]
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,15 @@ class GatedMlp(Mlp):
     def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
         activated, gate = self.branches.product(operand, dtype)
         return self.proj.product(swiglu(activated, gate, self.proj.encode), dtype)
+
+    def adapted(self, operand: Any, x: torch.Tensor, add: Add, dtype: torch.dtype) -> torch.Tensor:
+        activated, gate = self.branches.product(operand, dtype)
+        # TensorRT-LLM's gate is up_proj.
+        add(x, [("gate", activated), ("up", gate)])
+        inner = swiglu(activated, gate, unchanged)
+        out = self.proj.product(self.proj.encode(inner), dtype)
+        add(inner, [("down", out)])
+        return out
 
 
 def make_branches(first: Linear, second: Linear) -> Branches:

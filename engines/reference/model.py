@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -18,6 +19,7 @@ from trtpipe.engines.reference.attention import ANY_LENGTH, Attention, Span, Ste
 from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.cuda.graphs import Decode, Graphs
 from trtpipe.engines.reference.layer import apply_layer
+from trtpipe.engines.reference.lora import Adapters, StepAdapters
 from trtpipe.engines.reference.matmul import multiply
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import Weights
@@ -48,6 +50,7 @@ class Model:
         self.num_blocks = num_blocks
         self._weights = weights
         self._ranks = ranks or Together(config.mapping.tp_size)
+        self._adapters = Adapters(config, self._ranks.held, self.dtype, self.device)
         self._attention = Attention(
             config,
             self.dtype,
@@ -73,13 +76,14 @@ class Model:
         in one batch. The logits may be overwritten by the next call.
         """
         self._attention.clear(spans)
-        if self._graphs is not None and all(len(span.tokens) == 1 == span.logits for span in spans):
-            return self._graphs.replay(
-                *zip(*[(span.tokens[0], span.start, span.blocks) for span in spans], strict=True)
-            )
+        adapters = self._adapters.plan([(span.adapter, len(span.tokens)) for span in spans])
+        # A graph has the products of no adapter.
+        graphs = self._graphs if adapters is None else None
+        if graphs is not None and all(len(span.tokens) == 1 == span.logits for span in spans):
+            return graphs.replay(*zip(*[(span.tokens[0], span.start, span.blocks) for span in spans], strict=True))
         tokens = torch.tensor([token for span in spans for token in span.tokens], device=self.device)
         with sdpa_kernel(ANY_LENGTH):
-            hidden = self._run(tokens, self._attention.plan(spans))
+            hidden = self._run(tokens, self._attention.plan(spans), adapters)
         rows: list[int] = []
         end = 0
         for span in spans:
@@ -92,18 +96,28 @@ class Model:
         """Logits [n, vocab_size] of n spans of one token each, in a way that a CUDA graph can record."""
         return self._logits(self._run(step.ids, self._attention.plan_decode(step)))
 
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """Load the adapter in `folder`; raises as `Adapters.load` does."""
+        self._adapters.load(number, folder)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses."""
+        self._adapters.drop(number)
+
     def close(self) -> None:
         """Delete the recorded steps: NCCL ends a communicator only after all graphs that call it are deleted."""
         if self._graphs is not None:
             torch.cuda.synchronize(self.device)
             self._graphs.forget()
 
-    def _run(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def _run(self, ids: torch.Tensor, step: Step, adapters: StepAdapters | None = None) -> torch.Tensor:
         hidden, update = self._embed(ids), None
         first = 0
-        for layer in self._weights.layers:
+        for number, layer in enumerate(self._weights.layers):
             attend = partial(self._attention.attend, step, first, layer)
-            hidden, update = apply_layer(self._ranks, layer, hidden, update, self.config.norm_epsilon, attend)
+            hidden, update = apply_layer(
+                self._ranks, layer, hidden, update, self.config.norm_epsilon, attend, adapters, number
+            )
             first += len(layer)
         return hidden if update is None else hidden + update
 

@@ -25,6 +25,7 @@ from trtpipe.engines.errors import HostError, TrtpipeError
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.process import python_command
 from trtpipe.engines.reference.attention import Span
+from trtpipe.engines.reference.lora import AdapterChange
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.ranks import Apart
 from trtpipe.engines.reference.weights import Weights, load_weights
@@ -96,6 +97,24 @@ class ParallelModel:
             self._watcher.join(5)
             raise
 
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """See Model.load_adapter: in all ranks, or in none."""
+        self._tell(AdapterChange(number, folder))
+        failures: list[TrtpipeError] = []
+        try:
+            self._model.load_adapter(number, folder)
+        except TrtpipeError as error:
+            failures.append(error)
+        failures += [answer for pipe in self._pipes if (answer := pipe.recv()) is not None]
+        if failures:
+            self.drop_adapter(number)
+            raise failures[0]
+
+    def drop_adapter(self, number: int) -> None:
+        """See Model.drop_adapter."""
+        self._tell(AdapterChange(number, None))
+        self._model.drop_adapter(number)
+
     def close(self) -> None:
         """End the other ranks."""
         self._model.close()
@@ -166,10 +185,24 @@ def follow(pipe: Connection) -> None:
         return
     try:
         while True:
-            model.forward(pipe.recv())
+            message = pipe.recv()
+            if not isinstance(message, AdapterChange):
+                model.forward(message)
+            elif message.folder is None:
+                model.drop_adapter(message.number)
+            else:
+                pipe.send(_load(model, message.number, message.folder))
     except EOFError:
         model.close()
         torch.distributed.destroy_process_group()
+
+
+def _load(model: Model, number: int, folder: Path) -> TrtpipeError | None:
+    try:
+        model.load_adapter(number, folder)
+    except TrtpipeError as error:
+        return error
+    return None
 
 
 if __name__ == "__main__":

@@ -6,43 +6,55 @@ with PyTorch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import parse_config
-from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cache import BlockPool
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
+from trtpipe.engines.reference.grammars import TOO_SLOW, Follower, Grammars, guide_refusal
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
-from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
+from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs, prompt_log_probs
 from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
 from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
 
 # Default size of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more.
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # Default share of the GPU's free memory for the KV cache; the rest is for the activations of a step.
 DEFAULT_FREE_FRACTION = 0.9
+# How long a step waits for a grammar when there is nothing else to do.
+COMPILING_SECONDS = 0.02
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
 class _Flight:
     """State of an unfinished request in the runtime, besides its Sequence in the scheduler."""
 
-    def __init__(self, request: Request) -> None:
-        self.sampler = Sampler(request)
+    def __init__(self, request: Request, follower: Follower | None = None) -> None:
+        self.sampler = Sampler(request, follower)
         self.cum_log_prob = 0.0
+        self.scheduled_ns = 0
         self.context_logits: FloatArray | None = None
+        self.prompt_log_probs: FloatArray | None = None
+        self.prompt_likeliest: IntArray | None = None
 
 
 class Runtime:
@@ -57,7 +69,10 @@ class Runtime:
     enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
     compute_dtype           bfloat16, float16 or float32; default: the checkpoint's type
+    guided_decoding         paths of what it needs, by name: the `tokenizer_info` file. None: requests have no guides
     apart                   whether each tensor-parallel rank has a process; default: on a GPU yes, on a CPU no
+    adapters                folder of LoRA adapters, see `engines.adapters`; None for an engine that takes none. An
+                            adapter is loaded at its first request, and kept until it is gone from the folder
 
     Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an impossible
     option, HostError when the device is missing or has too little memory.
@@ -74,7 +89,9 @@ class Runtime:
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = False,
         compute_dtype: DataType | str | None = None,
+        guided_decoding: dict[str, str] | None = None,
         apart: bool | None = None,
+        adapters: Path | str | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"no batch scheduler policy is called '{policy}'", remedy=suggestion(policy, POLICIES))
@@ -126,8 +143,14 @@ class Runtime:
             policy=policy,
             enable_chunked_context=enable_chunked_context,
         )
+        self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
+        self._loaded: set[int] = set()
         self._flights: dict[Hashable, _Flight] = {}
         self._cancelled: list[Output] = []
+        self._grammars = None
+        if guided_decoding is not None:
+            self._grammars = Grammars(Path(guided_decoding["tokenizer_info"]), self.config.vocab_size)
+        self._compiling: dict[Hashable, tuple[Request, Future[CompiledGrammar]]] = {}
         self._iteration = 0
         self._reused_blocks = 0
         self._last_step: list[Chunk] = []
@@ -136,18 +159,28 @@ class Runtime:
     @property
     def has_work(self) -> bool:
         """Whether step() has work to do or outputs to return."""
-        return bool(self._cancelled) or self._scheduler.has_work
+        return bool(self._cancelled or self._compiling) or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused, with the reason, for one that can never run."""
         reason = self._refusal(request)
         if reason:
             raise RequestRefused(reason)
-        self._flights[request.id] = _Flight(request)
+        if request.adapter:
+            self._load_adapter(request.adapter)
+        if request.guide is not None and self._grammars is not None:
+            self._compiling[request.id] = request, self._grammars.compile(request.guide)
+        else:
+            self._start(request, None)
+
+    def _start(self, request: Request, follower: Follower | None) -> None:
+        self._flights[request.id] = _Flight(request, follower)
         self._scheduler.submit(Sequence(request))
 
     def cancel(self, request_id: Hashable) -> None:
         """End a request; the next step() returns its last output. An unknown or finished request is ignored."""
+        if self._compiling.pop(request_id, None) is not None:
+            self._cancelled.append(Output(id=request_id, tokens=[], finish="cancelled"))
         sequence = self._scheduler.cancel(request_id)
         if sequence is not None:
             flight = self._flights.pop(request_id)
@@ -156,15 +189,20 @@ class Runtime:
     def step(self) -> list[Output]:
         """Run one in-flight batch; at most one output per request, none for prompts still in progress."""
         outputs, self._cancelled = self._cancelled, []
+        outputs += self._take_compiled()
         chunks = self._scheduler.schedule()
         self._last_step = chunks
         self._last_context = [chunk for chunk in chunks if chunk.start < len(chunk.sequence.request.prompt)]
         if not chunks:
             return outputs
         self._iteration += 1
+        now = time.monotonic_ns()
+        for chunk in self._last_context:
+            flight = self._flights[chunk.sequence.request.id]
+            flight.scheduled_ns = flight.scheduled_ns or now
         wanted = [self._logits_wanted(chunk) for chunk in chunks]
         spans = [
-            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows)
+            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows, c.sequence.request.adapter)
             for c, rows in zip(chunks, wanted, strict=True)
         ]
         logits = self._model.forward(spans)
@@ -173,8 +211,8 @@ class Runtime:
         end = 0
         for chunk, count in zip(chunks, wanted, strict=True):
             end += count
-            if chunk.sequence.request.return_context_logits and count:
-                self._keep_context_logits(chunk, logits[end - count : end])
+            if chunk.sequence.request.needs_whole_prompt and count:
+                self._keep_prompt(chunk, logits[end - count : end])
             # Tested before the chunk counts as computed, because the sequence grows when its token is drawn.
             if chunk.draws:
                 drawing.append(chunk.sequence)
@@ -184,8 +222,24 @@ class Runtime:
             outputs += self._draw(logits if len(rows) == len(logits) else logits[rows], drawing)
         return outputs
 
+    def _take_compiled(self) -> list[Output]:
+        """Queue the requests whose grammars are compiled; the last outputs of those whose grammars are none."""
+        if self._compiling and not self._scheduler.has_work:
+            wait([future for _, future in self._compiling.values()], COMPILING_SECONDS, FIRST_COMPLETED)
+        refused: list[Output] = []
+        for request, future in [entry for entry in self._compiling.values() if entry[1].done()]:
+            del self._compiling[request.id]
+            error = future.exception()
+            if isinstance(error, RequestRefused):
+                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=str(error)))
+            else:
+                self._start(request, Follower(future.result(), request))
+        return refused
+
     def close(self) -> None:
-        """End the processes of other ranks. The runtime must not be used afterwards."""
+        """End the processes of other ranks and of grammars. The runtime must not be used afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._model.close()
 
     def stats(self) -> dict[str, int]:
@@ -217,11 +271,33 @@ class Runtime:
             "tokens_per_block": self._pool.tokens_per_block,
         }
 
+    def _load_adapter(self, number: int) -> None:
+        """Load an adapter, unless it is there, and drop those that are gone from the folder and in no request.
+
+        Raises RequestRefused.
+        """
+        placed = self._adapters.numbered(number)
+        if placed is None:
+            raise RequestRefused(f"no adapter has the number {number}")
+        if number in self._loaded:
+            return
+        try:
+            self._model.load_adapter(number, placed.path)
+        except (InputDataError, OSError) as error:
+            raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+        self._loaded.add(number)
+        used = {one.request.adapter for one in (*self._scheduler.running, *self._scheduler.waiting)}
+        used |= {request.adapter for request, _ in self._compiling.values()}
+        there = {one.number for one in self._adapters.all()}
+        for gone in self._loaded - used - there:
+            self._model.drop_adapter(gone)
+            self._loaded.remove(gone)
+
     def _refusal(self, request: Request) -> str:
         """Why the request can never run; "" if it can."""
         build, prompt, vocab = self.build, request.prompt, self.config.vocab_size
         length = len(prompt)
-        if request.id in self._flights:
+        if request.id in self._flights or request.id in self._compiling:
             return f"request {request.id!r} is still running"
         if not prompt:
             return "the prompt is empty"
@@ -248,23 +324,38 @@ class Runtime:
         outside = next((t for t in (*prompt, *(t for w in words for t in w)) if not 0 <= t < vocab), None)
         if outside is not None:
             return f"token id {outside} is outside the vocabulary of {vocab}"
+        if request.guide is not None:
+            reason = "this engine is served without guided decoding"
+            reason = guide_refusal(request.guide) if self._grammars is not None else f"guided_decoding_guide: {reason}"
+            if reason:
+                return reason
         return _sampling_refusal(request, vocab)
 
     def _logits_wanted(self, chunk: Chunk) -> int:
         request = chunk.sequence.request
-        # Before the first output token, the caller may request the logits of every prompt position.
-        if request.return_context_logits and not chunk.sequence.generated:
+        # Before the first output token, the caller may want every prompt position.
+        if request.needs_whole_prompt and not chunk.sequence.generated:
             return chunk.stop - chunk.start
         return 1 if chunk.draws else 0
 
-    def _keep_context_logits(self, chunk: Chunk, logits: torch.Tensor) -> None:
+    def _keep_prompt(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Keep what the request wants of the logits [chunk tokens, vocab_size] of prompt positions."""
         if chunk.sequence.generated:
             return
-        flight = self._flights[chunk.sequence.request.id]
-        if flight.context_logits is None:
-            shape = (len(chunk.sequence.request.prompt), self.config.vocab_size)
-            flight.context_logits = np.empty(shape, dtype=np.float32)
-        flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
+        request, flight = chunk.sequence.request, self._flights[chunk.sequence.request.id]
+        if request.return_context_logits:
+            if flight.context_logits is None:
+                flight.context_logits = np.empty((len(request.prompt), self.config.vocab_size), dtype=np.float32)
+            flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
+        if request.return_prompt_log_probs:
+            if flight.prompt_log_probs is None or flight.prompt_likeliest is None:
+                flight.prompt_log_probs = np.empty((2, len(request.prompt) - 1), dtype=np.float32)
+                flight.prompt_likeliest = np.empty(len(request.prompt) - 1, dtype=np.int32)
+            # The logits of a position are those of the next token; the last position's are of no prompt token.
+            following = request.prompt[chunk.start + 1 : chunk.stop + 1]
+            place = slice(chunk.start, chunk.start + len(following))
+            values, likeliest = prompt_log_probs(logits[: len(following)], following)
+            flight.prompt_log_probs[:, place], flight.prompt_likeliest[place] = values, likeliest
 
     def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
         """Draw the next token of every sequence; append it, or end the sequence."""
@@ -281,7 +372,10 @@ class Runtime:
             if not sequence.generated:
                 self._reused_blocks += sequence.reused
             finish = flight.sampler.accept(token)
-            new = [] if finish == "end_id" else [token]
+            follower = flight.sampler.follower
+            if follower is not None and follower.too_slow and finish is None:
+                finish = "refused"
+            new = [] if finish in ("end_id", "refused") else [token]
             if new and row in scores:
                 flight.cum_log_prob += scores[row]
             generation = None
@@ -289,7 +383,15 @@ class Runtime:
                 generation = logits[row : row + len(new)].float().cpu().numpy()
             log_prob = [scores[row]] if new and row in scores else []
             outputs.append(
-                self._output(sequence, flight, new, finish=finish, log_probs=log_prob, generation_logits=generation)
+                self._output(
+                    sequence,
+                    flight,
+                    new,
+                    finish=finish,
+                    refusal=TOO_SLOW if finish == "refused" else "",
+                    log_probs=log_prob,
+                    generation_logits=generation,
+                )
             )
             sequence.tokens += new
             if finish is not None:
@@ -299,13 +401,19 @@ class Runtime:
 
     def _output(self, sequence: Sequence, flight: _Flight, tokens: list[int], **rest: Any) -> Output:
         context, flight.context_logits = flight.context_logits, None
+        scores, flight.prompt_log_probs = flight.prompt_log_probs, None
+        if rest.get("finish") == "cancelled":
+            context = scores = None
         return Output(
             id=sequence.request.id,
             tokens=tokens,
             cum_log_prob=flight.cum_log_prob,
             reused_blocks=sequence.reused,
             allocated_blocks=sequence.allocated,
-            context_logits=context if rest.get("finish") != "cancelled" else None,
+            scheduled_ns=0 if sequence.generated else flight.scheduled_ns,
+            context_logits=context,
+            prompt_log_probs=scores,
+            prompt_likeliest=None if scores is None else flight.prompt_likeliest,
             **rest,
         )
 

@@ -1,8 +1,9 @@
 """Sampling of tokens from logits by TensorRT-LLM's rules, for all requests of a step at once.
 
 A greedy request without other options costs one argmax. For other requests bias, temperature, penalties and bans are
-applied in TensorRT-LLM's order; the token is the first of the sorted candidates whose cumulative probability
-reaches u * top_p, u uniform in (0, 1). So top_p cuts the tail exactly at its mass, within top_k if that is set.
+applied in TensorRT-LLM's order, then the masks of guides. The token is the first of the sorted candidates whose
+cumulative probability reaches u * top_p, u uniform in (0, 1). So top_p cuts the tail exactly at its mass, within top_k
+if that is set.
 
 u is a function of seed and output position alone. It does not depend on other requests or on preemption.
 """
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtpipe.engines.engine_process.request import Finish, Request
+from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Request
+from trtpipe.engines.reference.grammars import Follower, mask
 
 # TensorRT-LLM's limit of top_k, and the number of candidates that are sorted first without a top_k.
 MAX_TOP_K = 1024
@@ -24,13 +26,17 @@ _FEW = 64
 # Not infinity, so that a row with all tokens banned still gives a token.
 _BANNED = -3e38
 _WORD = (1 << 64) - 1
+# Rows of logits that are widened at a time.
+_ROWS = 256
 
 
 class Sampler:
     """Sampling state of one request: resolved settings, and counts of its tokens."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, follower: Follower | None = None) -> None:
+        """`follower` is that of the request's guide."""
         self.request = request
+        self.follower = follower
         params = request.sampling
         self.end_id = request.end_id if request.end_id is not None and request.end_id >= 0 else None
         self.min_tokens = params.min_tokens or 0
@@ -50,7 +56,8 @@ class Sampler:
         self.counts: dict[int, int] = dict.fromkeys(request.prompt, 0) if self.penalised else {}
         self.generated: list[int] = []
         # Without these options the next token is the argmax of the raw logits.
-        self._plain = self.greedy and not (self.penalised or request.bad_words or request.embedding_bias is not None)
+        changed = self.penalised or request.bad_words or request.embedding_bias is not None or follower is not None
+        self._plain = self.greedy and not changed
 
     @property
     def raw_argmax(self) -> bool:
@@ -59,13 +66,18 @@ class Sampler:
 
     def accept(self, token: int) -> Finish | None:
         """Append a drawn token to the output, except end_id. Return why it ends the request, or None."""
-        long_enough = len(self.generated) >= self.min_tokens
+        # A guide goes before min_tokens: where it allows the end alone, that is the end.
+        if self.follower is not None:
+            self.follower.accept(token)
+        long_enough = len(self.generated) >= self.min_tokens or self.follower is not None
         if token == self.end_id and long_enough:
             return "end_id"
         self.generated.append(token)
         if self.penalised:
             self.counts[token] = self.counts.get(token, 0) + 1
         if len(self.generated) >= self.min_tokens and any(_ends_in(self.generated, w) for w in self.request.stop_words):
+            return "stop_words"
+        if self.follower is not None and self.follower.complete:
             return "stop_words"
         return "length" if len(self.generated) >= self.request.max_tokens else None
 
@@ -104,12 +116,18 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
         return tokens
     chosen = [samplers[row] for row in special]
     adjusted = _adjust(logits[special].float(), chosen)
+    followers = [(row, sampler.follower) for row, sampler in enumerate(chosen) if sampler.follower is not None]
+    if followers:
+        mask(adjusted, followers)
     best = adjusted.argmax(dim=-1).tolist()
     result = dict(zip(special, best, strict=True))
     drawing = [index for index, sampler in enumerate(chosen) if not sampler.greedy]
     if drawing:
         drawn = _draw(adjusted[drawing] if len(drawing) < len(chosen) else adjusted, [chosen[i] for i in drawing])
         result.update((special[index], token) for index, token in zip(drawing, drawn, strict=True))
+    for row, _ in followers:
+        if adjusted[row, result[special[row]]] == -torch.inf:  # a draw at the very end, by rounding
+            result[special[row]] = best[row]
     return [result[row] if row in result else tokens[row] for row in range(len(samplers))]
 
 
@@ -119,6 +137,21 @@ def log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     picked = wide.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1)
     out: list[float] = (picked - wide.logsumexp(dim=-1)).tolist()
     return out
+
+
+def prompt_log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[FloatArray, IntArray]:
+    """Log softmax [2, n] of each row's token and of its likeliest token, and the likeliest tokens [n]; `logits` is
+    [n, vocab_size]."""
+    values = np.empty((2, len(tokens)), dtype=np.float32)
+    likeliest = np.empty(len(tokens), dtype=np.int32)
+    for first in range(0, len(tokens), _ROWS):
+        place = slice(first, min(first + _ROWS, len(tokens)))
+        wide = logits[place].float()
+        best, where = wide.max(dim=-1)
+        given = wide.gather(1, torch.tensor(tokens[place], device=logits.device)[:, None]).squeeze(1)
+        values[:, place] = (torch.stack((given, best)) - wide.logsumexp(dim=-1)).cpu().numpy()
+        likeliest[place] = where.cpu().numpy()
+    return values, likeliest
 
 
 def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:

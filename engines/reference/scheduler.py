@@ -1,8 +1,9 @@
 """In-flight batching: selects the tokens of requests for the next step.
 
 Requests join and leave between steps. First come, first served: `running` and `waiting` are both in order of
-arrival, and all running requests arrived before all waiting ones, so no request starves. In a step, requests that
-decode come first (one token each), then prompts in progress, then new prompts while budget and blocks suffice.
+arrival, and all running requests arrived before all waiting ones, so no request starves; but for a prompt whose start
+another is computing, which waits for that. In a step, requests that decode come first (one token each), then prompts in
+progress, then new prompts while budget and blocks suffice.
 
 A request's tokens are its prompt and its output; `computed` of them are in the KV cache. Preemption only sets
 `computed` to 0: the tokens stay and are computed again like a longer prompt, and the next token is the same as
@@ -16,7 +17,7 @@ from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 from trtpipe.engines.engine_process.request import Request
-from trtpipe.engines.reference.cache import ROOT, BlockPool, chain_digest
+from trtpipe.engines.reference.cache import BlockPool, chain_digest, root
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
@@ -154,20 +155,24 @@ class Scheduler:
         promised = 0
         if self._no_evict:
             promised = sum(self.worst_case(s.request) - len(s.blocks) for s in self.running)
+        coming, held = self._coming(), []
         while self.waiting and budget > 0 and len(self.running) < self._max_batch_size:
             sequence = self.waiting[0]
             shared = self._reusable(sequence)
+            if self._missing(sequence, len(shared)) in coming:
+                held.append(self.waiting.popleft())
+                continue
             start = len(shared) * self.pool.tokens_per_block
             remaining = len(sequence.tokens) - start
             # Without chunking, only a resumed sequence can exceed max_num_tokens; it is computed in parts.
             if remaining > budget and not (self._chunked or remaining > self._max_num_tokens):
-                return
+                break
             present = self.pool.blocks_for(len(sequence.tokens))
             lasting = self.worst_case(sequence.request) if self._no_evict else present
             # A shared block that no request holds counts as free now, but not after it is shared.
             needed = lasting - sum(1 for block in shared if self.pool.holders(block))
             if needed > self.pool.free - promised:
-                return
+                break
             self.waiting.popleft()
             self.running.append(sequence)
             self.pool.share(shared)
@@ -182,11 +187,33 @@ class Scheduler:
             count = min(remaining, budget)
             chunks.append(Chunk(sequence, start, start + count))
             budget -= count
+            coming.update(self._unpublished(sequence))
+        self.waiting.extendleft(reversed(held))
+
+    def _coming(self) -> set[bytes]:
+        """Digests of the blocks that running prompts will publish. A prompt that starts with them waits, as in
+        TensorRT-LLM, instead of being computed beside: the answers of a request for several have one prompt."""
+        if not self.pool.enable_reuse or not self.waiting:
+            return set()
+        return {digest for one in self.running if one.remaining > 1 for digest in self._unpublished(one)}
+
+    def _unpublished(self, sequence: Sequence) -> list[bytes]:
+        if not self.pool.enable_reuse:
+            return []
+        self._make_digests(sequence, len(sequence.tokens) // self.pool.tokens_per_block)
+        return sequence.digests[sequence.published :]
+
+    def _missing(self, sequence: Sequence, shared: int) -> bytes | None:
+        """Digest of the first block that the sequence could share and that is not there; None for none."""
+        full = (len(sequence.tokens) - 1) // self.pool.tokens_per_block
+        if not self.pool.enable_reuse or sequence.request.needs_whole_prompt or shared >= full:
+            return None
+        return sequence.digests[shared]
 
     def _reusable(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's start; at least its last token remains to be computed."""
         # Reused tokens are not computed, so that their logits could not be returned.
-        if not self.pool.enable_reuse or (sequence.request.return_context_logits and not sequence.generated):
+        if not self.pool.enable_reuse or (sequence.request.needs_whole_prompt and not sequence.generated):
             return []
         full = (len(sequence.tokens) - 1) // self.pool.tokens_per_block
         self._make_digests(sequence, full)
@@ -195,7 +222,7 @@ class Scheduler:
     def _make_digests(self, sequence: Sequence, count: int) -> None:
         digests, size = sequence.digests, self.pool.tokens_per_block
         for index in range(len(digests), count):
-            parent = digests[-1] if digests else ROOT
+            parent = digests[-1] if digests else root(sequence.request.adapter)
             digests.append(chain_digest(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _grow(self, sequence: Sequence, wanted: int) -> None:

@@ -28,7 +28,7 @@ from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.mlp import GatedMlp, Mlp, make_branches
+from trtpipe.engines.reference.mlp import Branches, GatedMlp, Mlp, OneProduct, make_branches
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -54,6 +54,7 @@ class LayerShard:
     mlp: Mlp  # h -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
     head_norms: HeadNorms | None  # of q and k, in families that have them
+    window: int | None  # most tokens that a token attends to, itself included; None for all
 
 
 class Head(NamedTuple):
@@ -158,7 +159,8 @@ class RankFiles:
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         stage, local = self._places[index]
-        return tuple(read_layer(stage[rank], local, self.config, self._dtype, rank) for rank in self._held)
+        window = self.config.window(index)
+        return tuple(read_layer(stage[rank], local, self.config, self._dtype, window, rank) for rank in self._held)
 
     def head(self) -> Head:
         last, sharding = self._stages[-1], self.config.embedding
@@ -197,8 +199,9 @@ def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.
 
 
 def read_layer(
-    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype, tp_rank: int = 0
-) -> LayerShard:
+    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype, window: int | None,
+    tp_rank: int = 0,
+) -> LayerShard:  # fmt: skip
     """Read a rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
     prefix = f"transformer.layers.{layer}."
     attention, mlp = prefix + "attention.", prefix + "mlp."
@@ -209,6 +212,11 @@ def read_layer(
 
     def vector(name: str) -> torch.Tensor | None:
         return tensors[name].to(dtype) if name in tensors else None
+
+    def branches() -> Branches:
+        if f"{mlp}gate.weight" in tensors:
+            return make_branches(linear(mlp + "fc."), linear(mlp + "gate."))
+        return OneProduct(linear(mlp + "fc."), activated=1)
 
     codec = None
     if cache is not None:
@@ -221,13 +229,14 @@ def read_layer(
         dense=linear(attention + "dense."),
         dense_bias=vector(attention + "dense.bias"),
         post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
-        mlp=GatedMlp(make_branches(linear(mlp + "fc."), linear(mlp + "gate.")), linear(mlp + "proj."))
+        mlp=GatedMlp(branches(), linear(mlp + "proj."))
         if config.experts is None
         else _experts(tensors, mlp, config, config.experts, dtype, tp_rank),
         kv_codec=codec,
         head_norms=make_head_norms(
             config, vector(attention + "q_layernorm.weight"), vector(attention + "k_layernorm.weight")
         ),
+        window=window,
     )
 
 

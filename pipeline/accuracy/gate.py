@@ -14,6 +14,7 @@ from typing import Any
 from trtpipe.engines.accuracy.job import Alone, LayerError, Measured, Saturation, measure, measure_alone
 from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Thresholds
+from trtpipe.pipeline.accuracy.tasks import TaskScore
 
 __all__ = [
     "Alone", "AloneReport", "LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure",
@@ -37,6 +38,7 @@ class AloneReport:
 
     recipe: str
     measured: Alone
+    tasks: Sequence[TaskScore] = ()
 
     @property
     def failures(self) -> list[str]:
@@ -71,6 +73,7 @@ class AloneReport:
         return [
             ("perplexity", number(self.measured.quantized_perplexity)),
             ("clipped inputs", f"{beyond:,} of {inputs:,}" if inputs else "no static scales"),
+            *((f"{one.metric} of {one.task}", scored(one.quantized, one.quantized_stderr)) for one in self.tasks),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class AloneReport:
             "positions": self.measured.positions,
             **dict.fromkeys(("original_perplexity", "perplexity_ratio", "mean_kl", "p99_kl", "top1_agreement")),
             **asdict(self.measured),
+            **_scores(self.tasks),
         }
 
 
@@ -94,6 +98,7 @@ class Report:
     recipe: str
     thresholds: Thresholds
     measured: Measured
+    tasks: Sequence[TaskScore] = ()
 
     @property
     def failures(self) -> list[str]:
@@ -111,7 +116,7 @@ class Report:
         if found.top1_agreement < allowed.top1_agreement:
             share, limit = _apart(100 * found.top1_agreement, 100 * allowed.top1_agreement, 1)
             out.append(f"both prefer the same token at {share} % of positions, {self.recipe} asks for {limit} %")
-        return out
+        return [*out, *(one.failure for one in self.tasks if one.failure is not None)]
 
     @property
     def worst(self) -> list[LayerError]:
@@ -153,6 +158,15 @@ class Report:
             ("KL divergence, p99, nats", None, number(found.p99_kl), None),
             ("same first choice", None, percent(found.top1_agreement), f"at least {percent(allowed.top1_agreement)}"),
             ("clipped inputs", None, f"{beyond:,} of {inputs:,}" if inputs else "no static scales", None),
+            *(
+                (
+                    f"{one.metric} of {one.task}",
+                    scored(one.original or 0.0, one.original_stderr or 0.0),
+                    scored(one.quantized, one.quantized_stderr),
+                    None if one.max_drop is None else f"at most {one.max_drop:g} lower",
+                )
+                for one in self.tasks
+            ),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,6 +184,7 @@ class Report:
             "positions": found.positions,
             "worst_layers": [layer.layer for layer in self.worst],
             **asdict(found),
+            **_scores(self.tasks),
         }
 
 
@@ -195,6 +210,16 @@ def number(value: float) -> str:
 def percent(share: float) -> str:
     """Three significant digits, or an order of magnitude for less than a thousandth of a percent: 97.1 %, 0.0123 %."""
     return f"{100 * share:.3g} %"
+
+
+def _scores(tasks: Sequence[TaskScore]) -> dict[str, Any]:
+    """Scores for accuracy.json, which has none where no task was scored."""
+    return {"tasks": [asdict(one) for one in tasks]} if tasks else {}
+
+
+def scored(mean: float, stderr: float) -> str:
+    """A score and its standard error."""
+    return f"{mean:.4f} ± {stderr:.4f}"
 
 
 def _apart(value: float, limit: float, digits: int) -> tuple[str, str]:

@@ -37,6 +37,8 @@ class BuildOptions(TypedDict, total=False):
     moe_tp, moe_ep   of a model with experts: ranks that divide each expert, groups of ranks that divide the experts
     load             load of configs/load whose lengths the engine is sized for
     accept_accuracy  whether to go on when the accuracy gate fails
+    tasks            files of tasks, in lm-eval's form, that the accuracy gate scores too
+    lora             LoRA adapters of the model by name: {"support": "adapters/support"}
     set              any other setting by its dotted name: {"build.max_batch_size": 16}
     """
 
@@ -57,6 +59,8 @@ class BuildOptions(TypedDict, total=False):
     moe_ep: int | None
     load: str | None
     accept_accuracy: bool | None
+    tasks: Sequence[str] | None
+    lora: Mapping[str, str | Path] | None
     set: Mapping[str, Any] | None
 
 
@@ -109,6 +113,8 @@ def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
+    if "lora" in given:
+        given["lora"] = {name: str(folder) for name, folder in given["lora"].items()}
     return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
 
 

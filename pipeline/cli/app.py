@@ -22,6 +22,7 @@ from trtpipe.pipeline.cli import (
     chat,
     config,
     facts,
+    lora,
     migrate,
     plan,
     prove,
@@ -36,7 +37,7 @@ from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, add_comm
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
 
-# As `trtpipe --help` lists them. `bench` and `deploy` have commands of their own.
+# As `trtpipe --help` lists them; those of APPS have commands of their own.
 GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Build": (
         build.build, build.settings, build.status, migrate.migrate, facts.recipes, targets.ls, targets.rm, build.gc,
@@ -58,7 +59,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
 }  # fmt: skip
 # Exit status after a KeyboardInterrupt, which typer turns into it.
 INTERRUPTED = 130
-APPS = {"Serve": "deploy", "Measure": "bench"}
+APPS = {"Serve": ("deploy", "lora"), "Measure": ("bench",)}
 ENVIRONMENT = (
     ("TRTPIPE_HOME", "Folder of artefacts, logs and your own GPUs; ~/.cache/trtpipe."),
     ("TRTPIPE_API_KEY", "API key that `trtpipe bench` sends."),
@@ -95,7 +96,7 @@ class Grouped(SectionedGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, functions in GROUPS.items():
             names = [command_name(function) for function in functions]
-            names += [APPS[group]] if group in APPS else []
+            names += APPS.get(group, ())
             with formatter.section(group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
         for title, rows in (("Environment variables", ENVIRONMENT), ("Exit codes", EXIT_CODES)):
@@ -137,6 +138,7 @@ def make_app() -> typer.Typer:
             made.command(name=command_name(function), cls=SectionedCommand)(function)
     made.add_typer(bench.app, name="bench")
     made.add_typer(serve.deploy, name="deploy")
+    made.add_typer(lora.lora, name="lora")
     return made
 
 

@@ -17,6 +17,7 @@ from trtpipe.pipeline.cli.options import (
     Json,
     KvCache,
     Load,
+    Lora,
     Model,
     MoeEp,
     MoeTp,
@@ -28,10 +29,12 @@ from trtpipe.pipeline.cli.options import (
     SignKey,
     SourceKind,
     TargetArgument,
+    Tasks,
     Toolchain,
     Tp,
     TrustKey,
     TrustOrigin,
+    named_folders,
     own_store,
 )
 
@@ -50,7 +53,7 @@ def build(
     pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
     moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
-    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    settings: Set = None, lora: Lora = None, accept_accuracy: AcceptAccuracy = None, tasks: Tasks = None,
     bundle: Annotated[
         str | None, typer.Option("--from", help="Finish an exported file, or a target that was imported.")
     ] = None,
@@ -173,7 +176,7 @@ def settings(
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
-    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    settings: Set = None, lora: Lora = None, accept_accuracy: AcceptAccuracy = None, tasks: Tasks = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain each setting of the engine.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -205,7 +208,7 @@ def status(
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
-    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    settings: Set = None, lora: Lora = None, accept_accuracy: AcceptAccuracy = None, tasks: Tasks = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print for each stage whether its artefact is current.
@@ -356,6 +359,7 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
 
     given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
     given["set"] = assignments(options["settings"] or [])
+    given["lora"] = named_folders(options.get("lora"))
     found = layers(**given)
     gpu = next((layer["gpu"] for _, layer in reversed(found) if "gpu" in layer), None)
     return (resolve if offline else resolved)(found if gpu == "cpu" else [read_config().layer, *found])
@@ -397,9 +401,11 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_progress
     from trtpipe.pipeline.registry import export as bundle
-    from trtpipe.pipeline.spec import EXECUTORS, SCALARS
+    from trtpipe.pipeline.spec import EXECUTORS, LORA, SCALARS
 
-    others = [key for key in (*SCALARS, "recipe", "settings") if options.get(key) is not None and key != "executor"]
+    others = [
+        key for key in (*SCALARS, LORA, "recipe", "settings") if options.get(key) is not None and key != "executor"
+    ]
     if others:
         raise UsageError(
             f"--from brings its own --{others[0].replace('_', '-')}",

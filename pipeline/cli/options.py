@@ -44,6 +44,13 @@ GroupSize = Annotated[int | None, typer.Option(help="Number of input features th
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Task to score the original and the quantized model on: a YAML file of lm-eval's form, with local data; "
+        "repeatable."
+    ),
+]
 Runtime = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +92,10 @@ Recipe = Annotated[
         help="Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`.",
         autocompletion=complete.of("recipes"),
     ),
+]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", help="LoRA adapter that PEFT has saved, as NAME=FOLDER; repeatable."),
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -141,6 +152,21 @@ def own_store() -> Store:
 
     home = default_home()
     return Store(home, digests=Digests(home / "digests.json", hashing))
+
+
+def named_folders(words: list[str] | None, option: str = "--lora ") -> dict[str, str] | None:
+    """Folders by name, of NAME=FOLDER each; None for none. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    out: dict[str, str] = {}
+    for word in words or ():
+        name, equals, folder = word.partition("=")
+        if not equals or not folder:
+            raise UsageError(f"{option}{word} is not NAME=FOLDER", remedy="write for example support=adapters/support")
+        if name in out:
+            raise UsageError(f"the adapter '{name}' is given more than once", remedy="give each a name of its own")
+        out[name] = folder
+    return out or None
 
 
 def numbers(text: str | None, *, whole: bool = False) -> list[Any] | None:

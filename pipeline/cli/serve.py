@@ -34,6 +34,13 @@ CorsOrigin = Annotated[
 ApiKeysFile = Annotated[
     Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.", **FILE)
 ]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="Collector of OpenTelemetry traces, OTLP over HTTP: http://localhost:4318; or set "
+        "OTEL_EXPORTER_OTLP_ENDPOINT."
+    ),
+]
 TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).", **FILE)]
 TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **FILE)]
 
@@ -62,6 +69,7 @@ def serve(
     tls_key: TlsKey = None,
     served_model_name: ServedModelName = None,
     cors_origin: CorsOrigin = None,
+    otlp_endpoint: OtlpEndpoint = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
@@ -104,7 +112,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or configured,
-        allow_model_code=allow_model_code,
+        allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
     program = "the runtime's own server" if front == "native" else "tritonserver"
     console.note(f"starting {program} with " + ", ".join(name for name, _ in found))
@@ -141,6 +149,7 @@ def gateway(
     api_keys_file: ApiKeysFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    otlp_endpoint: OtlpEndpoint = None,
     linger: Annotated[
         int, typer.Option(help="Seconds after SIGTERM in which requests are still taken, while clients leave.")
     ] = 0,
@@ -159,6 +168,7 @@ def gateway(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.gateway import access, supervisor
     from trtpipe.pipeline.gateway.options import GatewayOptions
+    from trtpipe.pipeline.gateway.traces import traces_url
     from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
@@ -166,7 +176,7 @@ def gateway(
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
-        linger_s=linger, drain_s=drain,
+        linger_s=linger, drain_s=drain, traces_url=traces_url(otlp_endpoint),
     )  # fmt: skip
     access.check(options)
     if not _answers(triton):
@@ -424,7 +434,9 @@ def generate(
     console.text("\n")
 
 
-deploy = typer.Typer(cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+deploy = typer.Typer(
+    name="deploy", cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None
+)
 
 
 @deploy.callback()

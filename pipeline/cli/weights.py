@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Toolchain
+from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Tasks, Toolchain
 
 HfFolder = Annotated[Path, typer.Argument(help="A Hugging Face model folder.", **FOLDER)]
 
@@ -207,23 +207,32 @@ def verify(
     report_dir: Annotated[
         Path | None, typer.Option("--report", help="Folder for accuracy.json and accuracy.html.")
     ] = None,
+    tasks: Tasks = None,
     as_json: Json = False,
 ) -> None:
     """Measure what quantization costs in accuracy.
 
-    Perplexity, KL divergence, and the layers that cost most. Without the original, perplexity alone.
+    Perplexity, KL divergence, and the layers that cost most. Without the original, perplexity alone. With --tasks also
+    scores of tasks, and a failure where one has dropped by more than the task allows.
 
     \b
     Examples:
-      trtpipe verify HF_DIR OUT_DIR
       trtpipe verify HF_DIR OUT_DIR --report accuracy
+      trtpipe verify HF_DIR OUT_DIR --tasks capitals.yaml
     """
+    from dataclasses import replace
+
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
     from trtpipe.pipeline.accuracy import gate, page
+    from trtpipe.pipeline.accuracy.task_files import read_task
+    from trtpipe.pipeline.accuracy.tasks import score_tasks
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
 
+    files = [Path(file) for file in tasks or ()]
+    for file in files:  # a mistake in one need not wait for the models
+        read_task(file)
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
         chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
         with console_progress.working("samples", text, announce=False):
@@ -238,6 +247,10 @@ def verify(
             measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
             recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
             report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    if files:
+        with _log("tasks") as log, console_progress.working("tasks", ", ".join(map(str, files))) as progress:
+            scores = score_tasks(files, original, quantized, device=device, log=log, progress=progress)
+            report = replace(report, tasks=scores)
     if report_dir is not None:
         page.write(report, report_dir)
         console.note(f"written: {report_dir}/accuracy.json and accuracy.html")

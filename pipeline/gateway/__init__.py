@@ -20,4 +20,5 @@ upstream        requests to the engine, and its answers
 answers         OpenAI's answers, whole or as server-sent events
 shared_counters counters that all workers share
 failure         errors as the client sees them
+traces          spans of requests for an OpenTelemetry collector; light to import
 """

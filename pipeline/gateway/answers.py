@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from array import array
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -18,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trtpipe.pipeline.gateway.engine_requests import EngineRequest
-from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.failure import Failure, of_guide
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
+from trtpipe.pipeline.gateway.traces import RequestSpan
 from trtpipe.pipeline.gateway.upstream import Generation, Upstream
 
 _SSE = [
@@ -28,6 +30,8 @@ _SSE = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Tokens of a prompt that are listed at a time, in about a millisecond.
+_PART = 256
 _DONE = b"data: [DONE]\n\n"
 Entry = dict[str, Any]
 
@@ -41,6 +45,9 @@ class Order:
     requests    the engine's request for each answer, prompt by prompt
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
+    echoes      text of each prompt, where its answers begin with it; else empty
+    guide_param field of the request that asks for the form of the answers; "" for none
+    prompts     tokens of each prompt, where their log-probabilities are listed too; else empty
     """
 
     id: str
@@ -57,6 +64,9 @@ class Order:
     continuous_usage: bool
     log_probs: bool
     likeliest: bool
+    echoes: tuple[str, ...] = ()
+    guide_param: str = ""
+    prompts: tuple[array[int], ...] = ()
 
     @property
     def endpoint(self) -> str:
@@ -74,13 +84,16 @@ class Choice:
         "_text",
         "attempts",
         "count",
+        "echo",
         "entries",
         "finish",
         "generation",
         "index",
         "last",
+        "listed",
         "offset",
         "prefix",
+        "prompt",
         "shown",
         "whole",
     )
@@ -95,8 +108,12 @@ class Choice:
         self.shown = False  # whether the client knows that the choice has ended
         self.whole: list[str] = []
         self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not sent yet
+        self.listed: list[Entry] = []  # what is listed of the prompt, not sent yet
         self.offset = 0  # position of the next token in the text, for logprobs of completions
         self.prefix = b""
+        copies = len(order.requests) // len(order.prompt_lengths)
+        self.echo = order.echoes[index // copies] if order.echoes else ""
+        self.prompt = order.prompts[index // copies] if order.prompts else None
         self._order = order
         self._text = text
         self._detokenizer = text.detokenizer()
@@ -108,6 +125,8 @@ class Choice:
         generation = self.generation
         piece = ""
         tokens = generation.tokens
+        if not self._order.max_tokens:
+            tokens = []  # the engine has made one, since it can do no less
         if tokens and self.finish is None:
             generation.tokens = []
             self.count += len(tokens)
@@ -133,6 +152,8 @@ class Choice:
             if self.finish is None:
                 # An engine may leave out the end token: an answer that is shorter than allowed ended by it.
                 self.finish = "stop" if self._ended or self.count < self._order.max_tokens else "length"
+        if generation.begun and self.echo:
+            piece, self.echo = self.echo + piece, ""
         return piece
 
     def _stop(self) -> None:
@@ -141,13 +162,36 @@ class Choice:
 
     def _note(self, tokens: list[int]) -> None:
         values, self.generation.log_probs = self.generation.log_probs, []
-        visible = [(token, value) for token, value in zip(tokens, values, strict=False)]
-        self.entries += [entry for entry in visible if entry[0] not in self._order.end_ids]
+        # After the tokens of a prompt an end token is listed too: lm-eval expects as many tokens as may be made.
+        hidden = frozenset() if self._order.prompts else self._order.end_ids
+        self.entries += [entry for entry in zip(tokens, values, strict=False) if entry[0] not in hidden]
+
+    async def list_prompt(self) -> None:
+        """List the prompt's tokens in parts, since a long prompt would keep other answers waiting. Raises Failure."""
+        prompt, self.prompt = self.prompt, None
+        values, likeliest = self.generation.prompt_log_probs, self.generation.prompt_likeliest
+        if prompt is None:
+            return
+        count = len(prompt) - 1
+        if (len(values), len(likeliest)) != (2 * count, count):
+            raise Failure(500, "the inference server sent no log-probabilities of the prompt", code="upstream_error")
+        self.listed.append(self._listed(prompt[0], None))
+        for place in range(count):
+            if place % _PART == 0:
+                await asyncio.sleep(0)
+            best = (likeliest[place], values[count + place])
+            self.listed.append(self._listed(prompt[place + 1], values[place], best))
+
+    @property
+    def unsent(self) -> bool:
+        """Whether there are log-probabilities that have not been sent."""
+        return bool(self.entries or self.listed)
 
     def told(self) -> Any:
         """Log-probabilities not sent yet, in the form of the endpoint."""
         entries, self.entries = self.entries, []
-        listed = [self._listed(token, value) for token, value in entries]
+        listed = [*self.listed, *(self._listed(token, value) for token, value in entries)]
+        self.listed = []
         if self._order.chat:
             return {"content": listed, "refusal": None}
         offsets = []
@@ -157,24 +201,40 @@ class Choice:
         return {
             "tokens": [entry["token"] for entry in listed],
             "token_logprobs": [entry["logprob"] for entry in listed],
-            "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in listed] if self._order.likeliest else None,
+            "top_logprobs": [_by_text(entry["top_logprobs"]) for entry in listed] if self._order.likeliest else None,
             "text_offset": offsets,
         }
 
-    def _listed(self, token: int, value: float) -> Entry:
+    def _listed(self, token: int, value: float | None, likeliest: tuple[int, float] | None = None) -> Entry:
+        """One token's entry in the form of chats. The first token of a prompt has no value.
+
+        likeliest  the likeliest token and its log-probability, unless it is the token itself
+        """
+        entry = self._entry(token, value)
+        top = [dict(entry)] if self._order.likeliest and value is not None else []
+        if top and likeliest is not None and likeliest[0] != token:
+            top.append(self._entry(*likeliest))
+        return {**entry, "top_logprobs": top}
+
+    def _entry(self, token: int, value: float | None) -> Entry:
         text = self._text.token(token)
         # A token that is part of a character has no text of its own.
         whole = "\ufffd" not in text
-        entry: Entry = {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
-        return {**entry, "top_logprobs": [dict(entry)] if self._order.likeliest else []}
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+
+
+def _by_text(top: list[Entry]) -> dict[str, float] | None:
+    """Text -> log-probability, as completions list it. The likeliest comes last, and stays where texts are equal."""
+    return {entry["token"]: entry["logprob"] for entry in top} or None
 
 
 class Answer(Response):
     """The response to one request."""
 
     def __init__(
-        self, order: Order, text: Text, upstream: Upstream, counters: SharedCounters, arrived: float, deadline: float
-    ) -> None:
+        self, order: Order, text: Text, upstream: Upstream, counters: SharedCounters, arrived: float, deadline: float,
+        span: RequestSpan | None = None,
+    ) -> None:  # fmt: skip
         """`arrived` and `deadline` are times on the loop's clock."""
         self.order = order
         self.choices = [Choice(n, order, text, Generation(upstream, self._wake)) for n in range(len(order.requests))]
@@ -182,6 +242,7 @@ class Answer(Response):
         self._counters = counters
         self._deadline = deadline
         self._arrived = arrived
+        self._span = span
         self._dirty = False
         self._waiter: asyncio.Future[None] | None = None
         self._gone = False  # the client has left
@@ -223,6 +284,8 @@ class Answer(Response):
             if not self._first:
                 self._counters.add("waiting", -1)
             self._counters.answered(self.order.endpoint, status)
+            if self._span is not None:
+                self._span.answered(self.choices, status)
 
     # Receiving tokens
 
@@ -240,7 +303,7 @@ class Answer(Response):
             refused = False
             for choice in self.choices:
                 if choice.generation.failure is not None and choice.finish is None:
-                    raise choice.generation.failure
+                    raise of_guide(choice.generation.failure, self.order.guide_param)
                 if choice.generation.refused is not None:
                     refused = True
                     request = self.order.requests[choice.index]
@@ -248,10 +311,15 @@ class Answer(Response):
                     choice.attempts += 1
             if not refused:
                 break
+        for choice in self.choices:
+            if choice.generation.begun and choice.prompt is not None:
+                await choice.list_prompt()
         if not self._first:
             self._first = True
             self._counters.add("waiting", -1)
             self._counters.observe("first_token", asyncio.get_running_loop().time() - self._arrived)
+            if self._span is not None:
+                self._span.first_token()
 
     def _take(self, choice: Choice) -> str:
         """What `choice.take` gives. Its new tokens are counted, and share the time since the last one."""
@@ -317,7 +385,7 @@ class Answer(Response):
                 if choice.shown:
                     continue
                 piece = self._take(choice)
-                if piece or choice.entries:
+                if piece or choice.unsent:
                     if plain:
                         out.append(
                             choice.prefix + quote(piece).encode() + (end() if order.continuous_usage else suffix)

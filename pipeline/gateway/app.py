@@ -24,14 +24,21 @@ from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer, Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
-from trtpipe.pipeline.gateway.engine_requests import EngineModel, engine_request
+from trtpipe.pipeline.gateway.engine_requests import (
+    EngineModel,
+    engine_request,
+    require_bias,
+    require_guide,
+    require_prompt_log_probs,
+)
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.model_names import ModelNames, joined
 from trtpipe.pipeline.gateway.options import GatewayOptions
-from trtpipe.pipeline.gateway.preparation import no_model
 from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.traces import SPAN, RequestSpan, Traced, Traces
 from trtpipe.pipeline.gateway.upstream import Upstream
 
 T = TypeVar("T")
@@ -51,10 +58,12 @@ class Gateway:
         self.counters = counters
         self.keys = read_keys(options.api_keys_file)
         self.models = {model.name: model for model in options.models}
+        self.names = ModelNames(options)
         self.texts = {model.name: Text(model.tokenizer) for model in options.models}
         self.prompts = Prompts(options, forks)
         self.upstream = Upstream(*options.upstream(), options.connections)
         self.started = int(time.time())
+        self.traces = Traces(options.traces_url) if options.traces_url else None
 
     def authorise(self, authorization: str) -> None:
         """Raises Failure 401 for a wrong key. Every key is compared, in the same time whatever was sent."""
@@ -80,11 +89,6 @@ class Gateway:
         if endpoint is not None:
             self.counters.answered(endpoint, status)
 
-    def require(self, name: str) -> None:
-        """Raises Failure 404 for a model that is not served."""
-        if self.options.find(name) is None:
-            raise no_model(name, self.options)
-
     async def in_time(self, preparing: Coroutine[Any, Any, T]) -> T:
         """What the prompt processes reply. Raises Failure, with 504 when they take too long."""
         try:
@@ -101,6 +105,7 @@ class Gateway:
 
     async def answer(self, request: Request) -> Answer:
         arrived = asyncio.get_running_loop().time()
+        span: RequestSpan | None = request.scope.get(SPAN)
         self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.counters.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
@@ -108,23 +113,42 @@ class Gateway:
         asked, prompts = prepared.options, prepared.prompts
         text = self.texts[asked.model]
         engine = await self.upstream.model(self.models[asked.model].triton_model)
+        model = asked.model if prepared.adapter is None else joined(asked.model, prepared.adapter)
+        # Looked up again, since it may have been removed while the prompt was made.
+        _, adapter = self.names.find(model)
         copies = asked.n or 1
         sampling = _sampling(asked, text)
-        log_probs = _log_probs(asked, engine, greedy=sampling.top_k == 1)
+        changed = prepared.bias or prepared.guide or asked.presence_penalty or asked.frequency_penalty
+        plain = sampling.top_k == 1 and sampling.repetition_penalty in (None, 1) and not changed
+        log_probs = _log_probs(asked, engine, likeliest_known=plain or not prepared.max_tokens)
+        scored = bool(prepared.echoes) and log_probs is not None
+        if scored:
+            require_prompt_log_probs(engine)
+        if prepared.bias:
+            require_bias(engine)
+        if prepared.guide is not None:
+            require_guide(engine, *prepared.guide)
         ends = [] if asked.ignore_eos else text.end_ids
         # A given seed makes every copy repeatable; without a given seed, all copies differ. The engine's own default
         # would give every client the same answer.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        bias = _dense(prepared.bias, self.models[asked.model].vocab_size or text.vocab_size)
         requests = []
         for number in range(copies * len(prompts)):
             made = engine_request(
                 engine,
                 prompts[number // copies],
                 replace(sampling, seed=(seed + number) % 2**64),
-                max_tokens=prepared.max_tokens,
-                ends=ends,
+                max_tokens=max(1, prepared.max_tokens),
+                # As a stop word the first end token too comes with its log-probability.
+                ends=[-1, *ends] if scored else ends,
                 pad_id=text.pad_id,
                 log_probs=log_probs is not None,
+                traced=span,
+                prompt_log_probs=scored,
+                bias=bias,
+                guide=prepared.guide and prepared.guide.guide,
+                adapter=adapter,
             )
             requests.append(made)
         self.counters.add("prompt_tokens", sum(map(len, prompts)))
@@ -132,7 +156,7 @@ class Gateway:
         order = Order(
             id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
             chat=chat,
-            model=asked.model,
+            model=model,
             created=int(time.time()),
             prompt_lengths=tuple(map(len, prompts)),
             requests=tuple(requests),
@@ -144,8 +168,13 @@ class Gateway:
             continuous_usage=asked.continuous_usage,
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
+            echoes=prepared.echoes,
+            guide_param=prepared.guide.param if prepared.guide else "",
+            prompts=tuple(prompts) if scored else (),
         )
-        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
+        if span is not None:
+            span.prepared(order)
+        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s, span)
 
 
 def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
@@ -172,7 +201,17 @@ def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingPar
     )
 
 
-def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, greedy: bool) -> int | None:
+def _dense(bias: dict[int, float], vocab_size: int) -> array[float] | None:
+    """The bias of each token of the vocabulary; None for no bias."""
+    if not bias:
+        return None
+    out = array("f", bytes(4 * vocab_size))
+    for token, value in bias.items():
+        out[token] = value
+    return out
+
+
+def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, likeliest_known: bool) -> int | None:
     """How many of the likeliest tokens to list, or None: the engine reports the chosen one alone. Raises Failure."""
     wanted, likeliest = asked.wants_log_probs()
     if not wanted:
@@ -184,8 +223,10 @@ def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, g
         raise wrong(
             f"'{param}' of {likeliest}: this server knows the chosen token's alone", param, "unsupported_parameter"
         )
-    if likeliest == 1 and not greedy:
-        why = "the likeliest token is only known where nothing is drawn (temperature 0)"
+    if likeliest == 1 and not likeliest_known:
+        why = (
+            "the likeliest token is only known where nothing is drawn (temperature 0), penalised, biased or constrained"
+        )
         raise wrong(f"'{param}' of 1: {why}", param, "unsupported_parameter")
     return likeliest
 
@@ -202,6 +243,8 @@ def build(
         yield
         gateway.prompts.close()
         await gateway.upstream.close()
+        if gateway.traces is not None:
+            gateway.traces.close()
 
     # No pages that describe the API: they would be the only pages that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -211,6 +254,9 @@ def build(
         app.add_middleware(
             CORSMiddleware, allow_origins=options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
+
+    if gateway.traces is not None:
+        app.add_middleware(Traced, traces=gateway.traces)
 
     def refuse(request: Request, failure: Failure) -> Response:
         gateway.count(request.scope["path"], failure.status)
@@ -244,21 +290,20 @@ def build(
         gateway.authorise(request.headers.get("authorization", ""))
         return JSONResponse({"version": __version__})
 
-    def described(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": gateway.started, "owned_by": "trtpipe"}
+    def described(name: str, base: str | None = None) -> dict[str, object]:
+        parent = {} if base is None else {"parent": base}
+        return {"id": name, "object": "model", "created": gateway.started, "owned_by": "trtpipe", **parent}
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        return JSONResponse(
-            {"object": "list", "data": [described(name) for model in options.models for name in model.names]}
-        )
+        return JSONResponse({"object": "list", "data": [described(name, base) for name, base in gateway.names.all()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        gateway.require(name)
-        return JSONResponse(described(name))
+        gateway.names.find(name)
+        return JSONResponse(described(name, dict(gateway.names.all()).get(name)))
 
     @app.get("/health/live", response_model=None)
     async def live() -> Response:

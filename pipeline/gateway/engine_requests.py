@@ -8,10 +8,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtpipe.engines.sampling import SamplingParams
-from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.engines.adapters import Placed
+from trtpipe.engines.sampling import Guide, SamplingParams
+from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.traces import ASK_TIMES, TIMES, RequestSpan
 from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
 
+_LENGTH = struct.Struct("<I")
 _NUMBERS = {"INT32": struct.Struct("<i"), "FP32": struct.Struct("<f"), "UINT64": struct.Struct("<Q")}
 
 
@@ -25,6 +28,11 @@ class EngineModel:
     outputs: frozenset[str]
 
     @property
+    def own(self) -> bool:
+        """Whether it runs in our Python-based backend, which has more than NVIDIA's tensors."""
+        return "return_prompt_log_probs" in self.inputs
+
+    @property
     def llm_api(self) -> bool:
         """Whether it is a model of the LLM API, which names its inputs after SamplingParams and has no batches."""
         return "sampling_param_max_tokens" in self.inputs
@@ -32,10 +40,14 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
+    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input.
+
+    metadata  headers of the call
+    """
 
     start: bytes
     stop: bytes | None
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 def require_tokens(model: EngineModel) -> None:
@@ -49,6 +61,27 @@ def require_tokens(model: EngineModel) -> None:
         )
 
 
+def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
+    """Raises Failure, naming the field `param`, for a model that cannot be made to answer in that form."""
+    if not {"guided_decoding_guide_type", "guided_decoding_guide"} <= model.inputs:
+        raise wrong(f"'{param}': this model's runtime cannot hold an answer to a form", param, "unsupported_parameter")
+    if guide.kind == "structural_tag" and not (model.own or model.llm_api):
+        raise wrong(f"'{param}': NVIDIA's C++ backend takes no structural tags", param, "unsupported_parameter")
+
+
+def require_bias(model: EngineModel) -> None:
+    """Raises Failure for a model that takes no biases of logits."""
+    if "embedding_bias" not in model.inputs:
+        raise wrong("'logit_bias': this model's runtime takes none", "logit_bias", "unsupported_parameter")
+
+
+def require_prompt_log_probs(model: EngineModel) -> None:
+    """Raises Failure for a model that gives no log-probabilities of prompts."""
+    if not model.own:
+        why = "this model's runtime gives no log-probabilities of prompts"
+        raise wrong(f"'echo' with 'logprobs': {why}", "echo", "unsupported_parameter")
+
+
 def engine_request(
     model: EngineModel,
     prompt: array[int],
@@ -58,21 +91,47 @@ def engine_request(
     ends: Sequence[int],
     pad_id: int,
     log_probs: bool = False,
+    prompt_log_probs: bool = False,
+    bias: array[float] | None = None,
+    guide: Guide | None = None,
+    adapter: Placed | None = None,
+    traced: RequestSpan | None = None,
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
 
     sampling  its seed is always sent; of the others, None leaves the value to the engine
     ends      token ids that end the answer; none makes it go on to `max_tokens`
+    bias      added to the logits, one number for each token of the vocabulary
+    guide     form that the answer must have
+    traced    span of the request, which also makes the engine report its times
+
+    `require_*` say whether the model can do what is not for every model.
     """
     request_id = uuid.uuid4().hex
     inputs = _llm_api if model.llm_api else _tensorrt_llm
     tensors = inputs(model, prompt, sampling, max_tokens, ends, pad_id)
     outputs = ["output_ids"] if model.llm_api else ["output_ids", "sequence_length"]
+    if adapter is not None:
+        tensors.append(_adapter(model, adapter))
     if log_probs:
         tensors.append(_flag(model, "return_log_probs", True))
         outputs.append("output_log_probs")
+    if traced is not None and ASK_TIMES in model.inputs and model.outputs >= set(TIMES):
+        tensors.append(_flag(model, ASK_TIMES, True))
+        outputs += TIMES
+    if prompt_log_probs:
+        tensors.append(_flag(model, "return_prompt_log_probs", True))
+        outputs += ["prompt_log_probs", "prompt_likeliest"]
+    if bias is not None:
+        tensors.append(Tensor("embedding_bias", "FP32", (1, len(bias)), bias.tobytes()))
+    if guide is not None:
+        tensors += [
+            _text(model, "guided_decoding_guide_type", guide.kind),
+            _text(model, "guided_decoding_guide", guide.text),
+        ]
     start = infer_request(model.name, tensors, outputs, request_id=request_id)
-    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
+    stop = _stop(model, request_id) if "stop" in model.inputs else None
+    return EngineRequest(start, stop, () if traced is None else traced.metadata)
 
 
 def _tensorrt_llm(
@@ -137,6 +196,16 @@ def _sampling(model: EngineModel, sampling: SamplingParams, prefix: str = "", **
     return [_scalar(model, prefix + name, dtype, value) for name, dtype, value in given]
 
 
+def _adapter(model: EngineModel, adapter: Placed) -> Tensor:
+    """Input that chooses an adapter: the C++ backend knows it by its number, the LLM API by its name."""
+    if "lora_name" in model.inputs:
+        name = adapter.name.encode()
+        return Tensor("lora_name", "BYTES", (1,), struct.pack("<I", len(name)) + name)
+    if "lora_task_id" in model.inputs:
+        return _scalar(model, "lora_task_id", "UINT64", adapter.number)
+    raise Failure(501, f"the model {model.name} in Triton takes no adapters", code="unsupported_model")
+
+
 def _stop(model: EngineModel, request_id: str) -> bytes:
     """The request that ends the one of the same id. The C++ backend refuses one without lengths."""
     names = () if model.llm_api else ("input_ids", "input_lengths", "request_output_len")
@@ -152,6 +221,11 @@ def _scalar(model: EngineModel, name: str, dtype: str, value: float) -> Tensor:
 
 def _flag(model: EngineModel, name: str, value: bool) -> Tensor:
     return Tensor(name, "BOOL", _shape(model), b"\1" if value else b"\0")
+
+
+def _text(model: EngineModel, name: str, value: str) -> Tensor:
+    data = value.encode()
+    return Tensor(name, "BYTES", _shape(model), _LENGTH.pack(len(data)) + data)
 
 
 def _shape(model: EngineModel) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server 
 # Parts of messages about a Python process of Triton that has died; they come with INTERNAL.
 _DEAD = ("is not healthy", "health mutex")
 # The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
+_GUIDE = "guided_decoding_guide"
 _LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
 
 
@@ -86,9 +87,17 @@ def of_text(message: str) -> Failure:
         return gone(message)
     if _says(words, _FULL):
         return Failure(429, message, code="overloaded", retry_after=1)
-    if _says(words, _LIMITS):
+    if _says(words, (*_LIMITS, _GUIDE)):
         return wrong(message, code="refused_by_engine")
     return Failure(500, f"the inference server failed: {message}", code="upstream_error")
+
+
+def of_guide(failure: Failure, param: str) -> Failure:
+    """The failure, with the field that asked for a form where it is that form that the engine refuses."""
+    mark, _, why = failure.message.partition(f"{_GUIDE}: ")
+    if failure.code != "refused_by_engine" or not why or mark:
+        return failure
+    return wrong(f"'{param}': {why}", param, "invalid_schema")
 
 
 def _says(words: str, marks: tuple[str, ...]) -> bool:

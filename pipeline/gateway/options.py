@@ -30,6 +30,8 @@ class ServedModel:
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
+    vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
+    adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
     """
 
     name: str
@@ -38,6 +40,8 @@ class ServedModel:
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    vocab_size: int | None = None
+    adapters: Path | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,6 +68,7 @@ class GatewayOptions:
     linger_s       seconds after a TERM signal in which requests are still taken. Meanwhile /health/ready says no, and
                    each answer ends its connection, so that clients go elsewhere before the port closes
     drain_s        seconds that running answers then have to end
+    traces_url     where spans of requests are sent, see traces.traces_url; None sends none
     """
 
     models: tuple[ServedModel, ...]
@@ -83,6 +88,7 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: int = 0
     drain_s: int = 5
+    traces_url: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""
@@ -132,7 +138,14 @@ class GatewayOptions:
     def from_json(cls, text: str) -> GatewayOptions:
         raw = parse_json(text)
         models = tuple(
-            ServedModel(**{**model, "tokenizer": Path(model["tokenizer"]), "aliases": tuple(model["aliases"])})
+            ServedModel(
+                **{
+                    **model,
+                    "tokenizer": Path(model["tokenizer"]),
+                    "aliases": tuple(model["aliases"]),
+                    "adapters": model["adapters"] and Path(model["adapters"]),
+                }
+            )
             for model in raw.pop("models")
         )
         raw["cors_origins"] = tuple(raw["cors_origins"])

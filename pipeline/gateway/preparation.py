@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.failure import wrong
+from trtpipe.pipeline.gateway.model_names import ModelNames
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import (
     ChatOptions,
@@ -15,7 +16,6 @@ from trtpipe.pipeline.gateway.requests import (
     DetokenizeRequest,
     TokenizeRequest,
     parse,
-    quoted,
 )
 from trtpipe.pipeline.gateway.text import Text
 
@@ -35,12 +35,6 @@ COMPLETION_TOKENS = 16
 INT32_MAX = 2**31 - 1
 
 
-def no_model(name: str, options: GatewayOptions) -> Failure:
-    served = ", ".join(name for model in options.models for name in model.names)
-    what = f"model '{quoted(name)}' does not exist; served: {served}"
-    return Failure(404, what, param="model", code="model_not_found")
-
-
 def _rendered(text: Text, asked: ChatRequest | TokenizeRequest) -> str:
     return text.render([one.plain() for one in asked.messages or []], asked.chat_template_kwargs)
 
@@ -50,6 +44,7 @@ class Preparation:
 
     def __init__(self, options: GatewayOptions, texts: dict[str, Text]) -> None:
         self._options = options
+        self._names = ModelNames(options)
         self._texts = texts
         for text in texts.values():
             text.longest_token  # noqa: B018  # computed once, before processes are forked
@@ -60,7 +55,7 @@ class Preparation:
         Cheap checks come before any tokenisation.
         """
         asked = parse(body, REQUESTS[endpoint])
-        served = self._served(asked.model)
+        served, adapter = self._names.find(asked.model)
         if served.name != expected:
             return {"model": served.name}, b""
         if isinstance(asked, TokenizeRequest):
@@ -69,23 +64,23 @@ class Preparation:
         if isinstance(asked, DetokenizeRequest):
             ids = asked.ids(text.vocab_size)
             return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
+        guide = asked.guide()
         prompts = self._prompts(asked, served)
         _, kept = KINDS[endpoint]
-        told = {
+        told: dict[str, Any] = {
+            "adapter": None if adapter is None else adapter.name,
             "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
+            "bias": list(asked.bias(text.vocab_size).items()),
+            "guide": None if guide is None else guide.to_json(),
         }
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            told["echoes"] = [
+                one if isinstance(one, str) else text.tokenizer.decode(one, skip_special_tokens=False)
+                for one in asked.prompts(self._options.max_choices)
+            ]
         return told, b"".join(array("i", prompt).tobytes() for prompt in prompts)
-
-    def _served(self, name: str | None) -> ServedModel:
-        """The model of that name, the first where a request need not name one. Raises Failure 404."""
-        if name is None:
-            return self._options.models[0]
-        served = self._options.find(name)
-        if served is None:
-            raise no_model(name, self._options)
-        return served
 
     def _tokenized(self, asked: TokenizeRequest, served: ServedModel) -> tuple[dict[str, Any], bytes]:
         """Reply to a request for the tokens of a text or of messages. Raises Failure."""
@@ -142,7 +137,7 @@ class Preparation:
             raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
         wished = asked.limit()
         most = served.max_seq_len or INT32_MAX
-        if longest + (wished or 1) > most:
+        if longest + (wished or 1) > most:  # an engine makes one token at least
             sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
             raise wrong(f"{sides}; this model takes {most} together", param, code)
         if wished is not None:

@@ -18,8 +18,10 @@ from typing import Any
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import python_command
+from trtpipe.engines.sampling import Guide
 from trtpipe.pipeline.gateway.access import KEYS_VARIABLE
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
@@ -32,13 +34,23 @@ LARGE_TOGETHER, LARGE_WAITING = 2, 16
 STOP_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids."""
+    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
+
+    adapter  name of the model's adapter; None for the model itself
+    bias     token id -> what is added to its logit
+    echoes   texts of the prompts, where answers begin with them; else empty
+    guide    form that the answers must have
+    """
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
     max_tokens: int
+    adapter: str | None
+    bias: dict[int, float]
+    echoes: tuple[str, ...] = ()
+    guide: Asked | None = None
 
 
 class ForkServer:
@@ -139,7 +151,16 @@ class Prompts:
             prompts.append(array("i", ids[start : start + 4 * length]))
             start += 4 * length
         _, kept = KINDS[endpoint]
-        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
+        guide = head["guide"]
+        return Prepared(
+            options=kept.model_validate(head["options"]),
+            prompts=prompts,
+            max_tokens=head["max_tokens"],
+            adapter=head["adapter"],
+            bias=dict(head["bias"]),
+            echoes=tuple(head.get("echoes", ())),
+            guide=guide and Asked(Guide(guide["kind"], guide["text"]), guide["param"]),
+        )
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:
         """Reply of a prompt process, see there. Raises Failure."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked, asked_guide
 
 # Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
@@ -22,25 +23,25 @@ QUOTED_CHARACTERS = 200
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
 # Fields of OpenAI's API that would change the answer and that no engine behind this gateway supports, with the values
-# that have no effect.
+# that have no effect. Those of one kind of request are refused of the other.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
+# Why, where that is not plain.
+_WHY = {"suffix": ": its models go on with a text, and fill in none"}
 # Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
 # Fields for the caller's bookkeeping, which do not change the answer.
@@ -117,6 +118,29 @@ class Common(_Strict):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+class Wishes(_Strict):
+    """Fields that are made into something else before the request is answered."""
+
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
+    # An extension of vLLM.
+    structured_outputs: dict[str, Any] | None = None
+
+    def bias(self, vocab_size: int) -> dict[int, float]:
+        """Token id -> what is added to its logit. Raises Failure for a name that is no token id."""
+        out = {}
+        for name, value in (self.logit_bias or {}).items():
+            if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
+                place = quoted(f"logit_bias.{name}")
+                raise wrong(f"'{place}': the names are token ids from 0 to {vocab_size - 1}", place, "invalid_value")
+            out[int(name)] = value
+        return out
+
+    def guide(self) -> Asked | None:
+        """The form that the answer must have. Raises Failure for one that is not taken."""
+        return asked_guide(self.response_format, self.structured_outputs)
+
+
 class ChatOptions(Common):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
@@ -133,7 +157,10 @@ class ChatOptions(Common):
 
 
 class CompletionOptions(Common):
+    # 0 with `echo`: nothing but the prompt.
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
 
     def wants_log_probs(self) -> tuple[bool, int]:
         return self.logprobs is not None, self.logprobs or 0
@@ -142,13 +169,13 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-class ChatRequest(ChatOptions):
+class ChatRequest(ChatOptions, Wishes):
     messages: list[Message] = Field(min_length=1)
     # An extension of vLLM and TensorRT-LLM.
     chat_template_kwargs: Settings | None = None
 
 
-class CompletionRequest(CompletionOptions):
+class CompletionRequest(CompletionOptions, Wishes):
     prompt: Any  # checked below: pydantic would try a million token ids as texts first
 
     def prompts(self, most: int) -> list[str | list[int]]:
@@ -214,10 +241,10 @@ def parse(body: bytes, kind: type[R]) -> R:
     _check_sizes(raw)
     for name in _IGNORED:
         raw.pop(name, None)
-    for name in _UNSUPPORTED.keys() & raw.keys():
+    for name in (_UNSUPPORTED.keys() & raw.keys()) - kind.model_fields.keys():
         value = raw.pop(name)
         if value is not None and value not in _UNSUPPORTED[name]:
-            raise wrong(f"'{name}' is not supported by this server", name, "unsupported_parameter")
+            raise wrong(f"'{name}' is not supported by this server{_WHY.get(name, '')}", name, "unsupported_parameter")
     try:
         request = kind.model_validate(raw)
     except ValidationError as error:
@@ -232,6 +259,8 @@ def _check_answer(request: Common) -> None:
     words = request.stops()
     if len(words) > MAX_STOPS or any(len(word) > MAX_STOP_CHARACTERS for word in words):
         raise wrong(f"'stop' takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters", "stop")
+    if isinstance(request, CompletionOptions) and request.max_tokens == 0 and not request.echo:
+        raise wrong("'max_tokens' of 0 needs 'echo': true", "max_tokens")
     if request.stream_options is not None and not request.stream:
         raise wrong("'stream_options' needs 'stream': true", "stream_options")
 

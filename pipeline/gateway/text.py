@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from trtpipe import triton_repo
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.chat_template import compile_template, read_template
 from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.requests import Common, quoted
-
-_SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
-
-
-@functools.cache
-def shared() -> Any:
-    """The module that every text model of a repository has a copy of; it is payload, and in no package."""
-    spec = importlib.util.spec_from_file_location("trtpipe_text", _SHARED)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from trtpipe.triton_repo.shared_text import shared
 
 
 class Text:

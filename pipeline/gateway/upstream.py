@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from array import array
 from collections.abc import Callable
 
 from trtpipe.pipeline.gateway.engine_requests import EngineModel, EngineRequest, require_tokens
@@ -114,7 +115,10 @@ class Generation:
         "done",
         "ended",
         "failure",
+        "last",
         "log_probs",
+        "prompt_likeliest",
+        "prompt_log_probs",
         "refused",
         "tokens",
     )
@@ -122,9 +126,13 @@ class Generation:
     def __init__(self, upstream: Upstream, wake: Callable[[], None]) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        # Of the prompt's tokens but the first, then of the likeliest tokens in their places; and the likeliest tokens.
+        self.prompt_log_probs: array[float] = array("f")
+        self.prompt_likeliest: array[int] = array("i")
         self.begun = False
         self.done = False  # set when the engine says so
         self.failure: Failure | None = None
+        self.last: dict[str, bytes] = {}  # outputs of the last response with tokens
         self.refused: Status | None = None  # refused before it began: may be sent again
         self.ended = asyncio.Event()  # set when its stream has ended, in whatever way
         self._left = False  # nobody wants the rest of the answer
@@ -139,7 +147,7 @@ class Generation:
         self._stop = request.stop
         try:
             self._stream = await self._upstream.pool.start(
-                STREAM_INFER, request.start, on_data=self._data, on_end=self._end
+                STREAM_INFER, request.start, on_data=self._data, on_end=self._end, metadata=request.metadata
             )
         except H2Error as error:
             raise gone(str(error)) from None
@@ -182,7 +190,10 @@ class Generation:
                 raw = outputs.get("output_ids")
                 if raw:
                     self._tokens(raw, outputs)
-        except (MalformedMessage, struct.error) as malformed:
+                if "prompt_log_probs" in outputs:
+                    self.prompt_log_probs.frombytes(outputs["prompt_log_probs"])
+                    self.prompt_likeliest.frombytes(outputs["prompt_likeliest"])
+        except (MalformedMessage, struct.error, ValueError, KeyError) as malformed:
             self.failure = Failure(500, f"the inference server sent what cannot be read: {malformed}")
             final = False
         if final:
@@ -192,6 +203,7 @@ class Generation:
         self._wake()
 
     def _tokens(self, raw: bytes, outputs: dict[str, bytes]) -> None:
+        self.last = outputs
         length = outputs.get("sequence_length")
         if len(raw) == 4 and (length == _ONE or not length):
             self.tokens += _INT32.unpack(raw)

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
+from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
+from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
-from trtpipe.triton_repo.layout import ENGINE_FOLDER
+from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
 FRONTS = ("triton", "native")
 SHM_SIZE = "2g"
@@ -42,6 +46,7 @@ class LaunchOptions:
     shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
+    otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
     """
 
     front: str = "triton"
@@ -62,6 +67,7 @@ class LaunchOptions:
     shm_size: str | None = None
     engine_python: str | None = None
     allow_model_code: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for options that are wrong whatever is served."""
@@ -109,11 +115,18 @@ def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: b
 
 
 def gateway_options(
-    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
-) -> GatewayOptions:
-    """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
+    served: Sequence[Served], passports: Sequence[Passport], models: Path, endpoints: Endpoints, port: int,
+    options: LaunchOptions,
+) -> GatewayOptions:  # fmt: skip
+    """Options of the gateway, checked before anything is started; `models` will be the server's own repository.
+
+    Raises UsageError, InputDataError for its files.
+    """
     chosen = GatewayOptions(
-        models=tuple(_gateway_model(one, passport) for one, passport in zip(served, passports, strict=True)),
+        models=tuple(
+            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER))
+            for one, passport in zip(served, passports, strict=True)
+        ),
         # A server that listens on all addresses is reached on loopback.
         grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
@@ -123,12 +136,16 @@ def gateway_options(
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
+        traces_url=traces_url(options.otlp_endpoint),
     )
+    for one in served:
+        for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
+            require_free(chosen, one.model_names, placed.name)
     access.check(chosen)
     return chosen
 
 
-def _gateway_model(served: Served, passport: Passport) -> ServedModel:
+def _gateway_model(served: Served, passport: Passport, adapters: Path) -> ServedModel:
     return ServedModel(
         name=served.model_names[0],
         aliases=served.model_names[1:],
@@ -136,11 +153,21 @@ def _gateway_model(served: Served, passport: Passport) -> ServedModel:
         triton_model=served.model(ENGINE_MODEL),
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
+        vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
+        adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
+
+
+def _vocab_size(config: Path) -> int | None:
+    """Tokens that an engine gives logits for, of its own config.json or that of a Hugging Face folder."""
+    raw = read_json(config, "engine config") if config.is_file() else {}
+    size = raw.get("pretrained_config", raw).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
-    return _gateway_model(Served(name=found, repository=repository, names=names), passport)
+    served = Served(name=found, repository=repository, names=names)
+    return _gateway_model(served, passport, repository / ADAPTER_FOLDER)

@@ -96,6 +96,7 @@ def _port(options: LaunchOptions) -> int:
         "--tls-key": options.tls_key is not None,
         "--cors-origin": bool(options.cors_origins),
         "--gateway-workers": options.gateway_workers != 1,
+        "--otlp-endpoint": options.otlp_endpoint is not None,
     }
     for option, given in of_gateway.items():
         if given:

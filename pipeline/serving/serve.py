@@ -21,7 +21,8 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.serving import engine_python, http_streams, native, tritonserver
+from trtpipe.pipeline.gateway.traces import traces_url
+from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
     LaunchOptions,
@@ -102,15 +103,17 @@ def launch(
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
+    traces = traces_url(options.otlp_endpoint)
     folder = store.home / "servers" / name
     served = _served(targets, options)
     gateway = None
     if options.openai is not None:
-        gateway = gateway_options(served, passports, endpoints, options.openai, options)
+        gateway = gateway_options(served, passports, folder / "models", endpoints, options.openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
+    shutil.rmtree(adapters.added_folder(folder), ignore_errors=True)
     models = lay_out_models(served, folder)
     if len(targets) > 1:
         _check_together(models, passport, note)
@@ -124,7 +127,9 @@ def launch(
         installation = tritonserver.find_installation()
         backends = folder / "backends"
         tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python or sys.executable)
-        start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
+        start = partial(
+            tritonserver.start_local, installation, models, names, backends, endpoints, log, traces_url=traces
+        )
     else:
         image = server_image(options, passport)
         DockerExecutor(image).require()
@@ -132,7 +137,7 @@ def launch(
             tritonserver.start_docker,
             image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, traces_url=traces,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
@@ -222,6 +227,8 @@ def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
     wanted: dict[str, Path] = {}
     for one in served:
         wanted |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=linked)))
+    for one in served:
+        adapters.keep_added(models / one.model(ENGINE_MODEL), wanted[one.model(ENGINE_MODEL)], folder)
     for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
@@ -292,8 +299,8 @@ def smoke(server: Server, served: Served) -> None:
     body = {"text_input": "Hello", length: 1}
     try:
         url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
-        response = httpx.post(url, json=body, timeout=120)
-        reply = response.json()
+        with tritonserver.http_client(120) as client:
+            reply = client.post(url, json=body).json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(
             "the smoke request failed", why=str(error), remedy=f"the server's log is {server.log}"

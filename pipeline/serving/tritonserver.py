@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from trtpipe import triton_repo
 from trtpipe.engines import load_backend
@@ -38,6 +38,9 @@ from trtpipe.engines.process import python_command, tail, terminate, words_of
 from trtpipe.pipeline.serving import owner_only
 from trtpipe.pipeline.serving.environment import without_secrets
 from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_command
+
+if TYPE_CHECKING:
+    import httpx
 
 WIRE = Path(protocol.__file__)
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
@@ -225,8 +228,9 @@ def prepare_backends(
 
 
 def start_local(
-    installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path
-) -> subprocess.Popen[bytes]:
+    installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path, *,
+    traces_url: str | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of this environment on the repository `models`, which is also its working folder."""
     options = ServerOptions(
         program=str(installation.server),
@@ -239,6 +243,7 @@ def start_local(
         backends=str(backends),
         caches=str(installation.caches),
         exit_timeout=int(STOP_SECONDS) // 2,
+        traces_url=traces_url,
     )
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
@@ -251,7 +256,7 @@ def start_local(
 
 def start_docker(
     image: str, models: Path, names: Sequence[str], reads: Sequence[Path], endpoints: Endpoints, log: Path, *,
-    world_size: int, gpus: tuple[int, ...] | None, shm_size: str,
+    world_size: int, gpus: tuple[int, ...] | None, shm_size: str, traces_url: str | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of a toolchain's image on the repository `models`; `reads` are the folders it links to."""
     options = ServerOptions(
@@ -264,6 +269,7 @@ def start_docker(
         exit_timeout=int(STOP_SECONDS) // 2,
         histograms=True,
         root=os.geteuid() == 0,
+        traces_url=traces_url,
     )
     command = server_command(options, world_size=world_size)
     return spawn_in_docker(image, command, reads, models, log, gpus=gpus, shm_size=shm_size)
@@ -358,21 +364,29 @@ def wait_ready(
     import httpx
 
     deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise StageFailed(f"{program} does not start", why=failure(log), remedy=f"its log is {log}")
-        try:
-            if httpx.get(url, timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass  # not listening yet
-        tick()
-        time.sleep(0.05)
+    with http_client(2) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise StageFailed(f"{program} does not start", why=failure(log), remedy=f"its log is {log}")
+            try:
+                if client.get(url).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # not listening yet
+            tick()
+            time.sleep(0.05)
     raise StageFailed(
         f"{program} is not ready after {READY_SECONDS:.0f} s",
         why=tail(log, begin=last_start(log)),
         remedy=f"its log is {log}",
     )
+
+
+def http_client(timeout: float) -> httpx.Client:
+    """Client of a server's plain HTTP. `httpx.get` reads all certificate authorities first, which takes 30 ms."""
+    import httpx
+
+    return httpx.Client(timeout=timeout, verify=False)
 
 
 def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
@@ -403,7 +417,8 @@ def _control(endpoints: Endpoints, name: str, verb: str, log: Path) -> None:
 
     url = f"{endpoints.http_url}/v2/repository/models/{name}/{verb}"
     try:
-        reply = httpx.post(url, json={}, timeout=READY_SECONDS)
+        with http_client(READY_SECONDS) as client:
+            reply = client.post(url, json={})
         error = "" if reply.status_code == 200 else str(parse_json(reply.content)["error"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as failed:
         error = str(failed) or type(failed).__name__

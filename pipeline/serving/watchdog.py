@@ -171,7 +171,8 @@ def _queued(server: Server, models: Iterable[str]) -> bool:
     import httpx
 
     try:
-        scrape = triton_metrics.parse(httpx.get(server.endpoints.metrics_url, timeout=ASK_SECONDS).text, 0.0)
+        with tritonserver.http_client(ASK_SECONDS) as client:
+            scrape = triton_metrics.parse(client.get(server.endpoints.metrics_url).text, 0.0)
     except (httpx.HTTPError, InputDataError):
         return False
     return any(scrape.total(PENDING, model=model) for model in models)

@@ -13,7 +13,7 @@ from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.json_input import MAX_BYTES, check_values, read_bounded
+from trtpipe.engines.hf.tokenizer import read_tokenizer
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.store.digests import Digests, sha256_file
@@ -21,7 +21,6 @@ from trtpipe.pipeline.store.digests import Digests, sha256_file
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from tokenizers import Tokenizer
 
 HELDOUT = "heldout"
 
@@ -67,14 +66,9 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
     """
     from trtpipe.engines.quantize.samples import make_samples
 
-    path = model / "tokenizer.json"
-    if not path.is_file():
-        raise InputDataError(
-            f"{model} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
-        )
-    config = read_model_config(model, quantized=True)
+    tokenizer, config = read_tokenizer(model), read_model_config(model, quantized=True)
     require_length(config, calibration)
-    return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=config.vocab_size)
+    return make_samples(texts(calibration.data), tokenizer, calibration, vocab_size=config.vocab_size)
 
 
 def require_length(model: ModelConfig, calibration: CalibrationConfig) -> None:
@@ -84,17 +78,6 @@ def require_length(model: ModelConfig, calibration: CalibrationConfig) -> None:
             f"calibration.seq_len is {calibration.seq_len}, and the model takes {model.longest_sequence} tokens",
             remedy=f"use --set calibration.seq_len={model.longest_sequence} or less",
         )
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        data = read_bounded(path, MAX_BYTES)
-        check_values(data)  # the library takes 500 bytes or more for each value
-        return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises no narrower class
-        raise InputDataError(f"{path} is not a tokenizer", why=str(error), remedy="download the model again") from None
 
 
 def texts(data: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.stages.adapters import ADAPTERS
 from trtpipe.pipeline.stages.base import Job, Resources, Stage
 from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.stages.calibrate import CALIBRATE
@@ -15,8 +16,8 @@ from trtpipe.pipeline.stages.verify import VERIFY
 
 __all__ = ["STAGES", "Job", "Resources", "Stage", "carried", "stages_of"]
 
-# The tokenizer comes before the engine, which may have to wait for another machine.
-STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
+# The tokenizer and the adapters come before the engine, which may have to wait for another machine.
+STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, ADAPTERS, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
 
 
 def stages_of(spec: BuildSpec) -> tuple[Stage, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.backends.base import Target, Workshop
+from trtpipe.engines.backends.base import Target, Workshop, settings_of
 from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
 from trtpipe.engines.executor import Executor
@@ -75,7 +75,7 @@ class Build(Stage):
         # The GPU's name, not only its SM: cards of one SM load each other's engines, but an engine is tuned for one.
         gpu, mapping = settings.target.gpu, settings.target.mapping
         choices = dataclasses.asdict(settings.build)
-        known = load_backend(settings.runtime).SETTINGS
+        known = settings_of(settings.build, load_backend(settings.runtime).SETTINGS)
         return {
             "runtime": settings.runtime,
             "gpu": gpu.name,
@@ -104,6 +104,7 @@ class Build(Stage):
         if "accuracy" in job.inputs:
             measured = read_json(job.inputs["accuracy"] / JSON_NAME, "accuracy")
             accuracy = {name: measured[name] for name in IN_PASSPORT}
+            accuracy |= {"tasks": measured["tasks"]} if measured.get("tasks") else {}
         passport = _passport(settings, checkpoint.path, job.digests["checkpoint"], {**made, **where}, accuracy)
         passport.write(engine.path)
         off = disabled_features(job.log.read_text(encoding="utf-8", errors="replace")) if backend.COMPILED else ()
@@ -128,7 +129,7 @@ def _passport(
         dtype=settings.dtype.value,
         rank_bytes=_rank_bytes(checkpoint, backend.FORM),
         checkpoint=digest,
-        settings=backend.SETTINGS,
+        settings=settings_of(settings.build, backend.SETTINGS),
         made=made,
         accuracy=accuracy,
         weights=settings.weights,

@@ -41,7 +41,7 @@ class Settings:
 class Convert(Stage):
     name = "convert"
     makes = "checkpoint"
-    version = 3
+    version = 4
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:

@@ -27,10 +27,10 @@ class Settings:
 class Package(Stage):
     name = "package"
     makes = "repository"
-    version = 6
+    version = 8
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
-        return ("tokenizer", "engine")
+        return ("tokenizer", "engine", "adapters") if spec.adapters else ("tokenizer", "engine")
 
     def settings(self, spec: BuildSpec) -> Settings:
         return Settings(serving=spec.serving, runtime=spec.runtime, target=spec.engine_target)
@@ -42,7 +42,9 @@ class Package(Stage):
         settings: Settings = job.settings
         engine = Engine(path=job.inputs["engine"])
         require_target(read_passport(engine.path), settings.target, engine.path)
-        repository = render(engine, job.inputs["tokenizer"], settings.serving, job.out)
+        repository = render(
+            engine, job.inputs["tokenizer"], settings.serving, job.out, adapters=job.inputs.get("adapters")
+        )
         faults = check_repository(job.out, toolchain=_release(settings))
         require_sound("the repository", faults)
         return {"models": list(repository.models), "notices": [str(fault) for fault in faults]}

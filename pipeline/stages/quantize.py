@@ -30,7 +30,7 @@ class Settings:
 class Quantize(Stage):
     name = "quantize"
     makes = "checkpoint"
-    version = 2
+    version = 3
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:

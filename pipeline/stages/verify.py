@@ -6,13 +6,16 @@ was made of, and a folder that is served as it is is run alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.pipeline.accuracy import gate, page
+from trtpipe.pipeline.accuracy.task_files import read_task
+from trtpipe.pipeline.accuracy.tasks import score_tasks
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
@@ -25,6 +28,7 @@ class Settings:
 
     stored  whether the model came quantized
     alone   whether the checkpoint is the model itself, so that there is nothing to compare it with
+    tasks   files of tasks that both models are scored on
     """
 
     recipe: QuantRecipe
@@ -32,6 +36,7 @@ class Settings:
     accept: bool
     stored: bool
     alone: bool
+    tasks: tuple[str, ...]
 
 
 class Verify(Stage):
@@ -54,7 +59,7 @@ class Verify(Stage):
         return Settings(
             recipe=spec.precision.recipe, dtype=spec.precision.dtype, accept=spec.accept_accuracy,
             stored=spec.precision.stored != "",
-            alone=spec.precision.stored != "" and load_backend(spec.runtime).FORM == "hf",
+            alone=spec.precision.stored != "" and load_backend(spec.runtime).FORM == "hf", tasks=spec.tasks,
         )  # fmt: skip
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
@@ -68,7 +73,12 @@ class Verify(Stage):
         }
 
     def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        return {"heldout": calibration.digest(calibration.HELDOUT, digests)}
+        files = [Path(file) for file in settings.tasks]
+        tasks = {
+            f"task {number}": f"{digests.file(file)} {digests.file(data)}"
+            for number, file, data in ((n, file, read_task(file).data(file)) for n, file in enumerate(files))
+        }
+        return {"heldout": calibration.digest(calibration.HELDOUT, digests), **tasks}
 
     def run(self, job: Job) -> dict[str, Any]:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""
@@ -83,6 +93,9 @@ class Verify(Stage):
         else:
             measured = gate.measure(model, checkpoint, ids, log=job.log, progress=job.progress)
             report = gate.Report(recipe=name, thresholds=settings.recipe.thresholds, measured=measured)
+        if settings.tasks:
+            files, other = [Path(file) for file in settings.tasks], None if settings.alone else checkpoint
+            report = replace(report, tasks=score_tasks(files, model, other, log=job.log, progress=job.progress))
         page.write(report, job.out)
         if report.failures and not settings.accept:
             # The output of a failed stage is deleted, but the user needs this report.

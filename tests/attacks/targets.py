@@ -120,6 +120,7 @@ TARGETS: dict[str, Target] = {
     "serve": Target(
         arguments=("serve", TARGET), files=("home/artefacts/package/*/**/*",), changes=("home",), alone=True
     ),
+    "adapter": Target(arguments=("settings", *MODEL, "--lora", "a=adapter"), files=("work/adapter/*",)),
     "monitoring": Target(
         arguments=("monitoring", TARGET, "-o", "new"), files=("home/artefacts/package/*/**/*",), makes=("new",)
     ),

@@ -12,16 +12,24 @@ import pytest
 
 from tests.attacks.mutations import mutate
 from tests.attacks.world import SHAPES
-from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
+from tests.support.adapters import write_adapter
+from tests.support.factories import MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import stored_folder
-from trtpipe.engines.checkpoint.convert import check_source
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.checkpoint.convert import check_source, convert
+from trtpipe.engines.checkpoint.restore import differences
 from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.hf.adapter import located_pairs, read_adapter
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
+from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.lora_arrays import check_finite
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mixtral": MIXTRAL,
+    "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
@@ -58,6 +66,42 @@ def test_damage_to_a_folder_that_came_quantized_is_told_too(tmp_path: Path, case
             stored.describe()
 
     assert len(refused(folder, tuple(files), rounds, look)) > rounds * 0.4
+
+
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_damage_to_a_checkpoint_is_told_too(tmp_path: Path, rounds: int, family: str) -> None:
+    """`inspect` and `--verify-against` read one whose experts two groups of ranks share, and one of joined matrices."""
+    experts = FAMILIES[family] | ({"num_local_experts": 2} if family == "mixtral" else {})
+    source = hf_folder(tmp_path / "hf", tokenizer=False, **{**SHAPES, **experts, "sliding_window": 9})
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    convert(source, folder, dtype=None, mapping=Mapping(tp_size=2, moe_ep_size=2 if family == "mixtral" else 1))
+    assert not inspect(folder).problems
+    assert not differences(folder, source)
+
+    def look() -> None:
+        if problems := inspect(folder).problems:
+            assert not [problem for problem in problems if "\n" in problem]
+        if found := differences(folder, source):
+            raise CheckpointError(found[0])
+
+    refusals = refused(folder, ("config.json", "rank0.safetensors", "rank1.safetensors"), rounds, look)
+    assert len(refusals) > rounds * 0.6
+
+
+@pytest.mark.parametrize("rounds", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_damage_to_an_adapter_is_told_too(tmp_path: Path, rounds: int) -> None:
+    model = hf_folder(tmp_path / "hf", tokenizer=False, **SHAPES)
+    folder, facts = write_adapter(tmp_path / "adapter", model, rank=2), read_model_config(model)
+
+    def look() -> None:
+        adapter = read_adapter(folder)
+        located_pairs(adapter, facts)
+        check_finite(adapter)
+
+    # Half of the rest changes a number, or what an adapter was trained with.
+    assert len(refused(folder, ("adapter_config.json", "adapter_model.safetensors"), rounds, look)) > rounds * 0.4
 
 
 def refused(folder: Path, files: tuple[str, ...], rounds: int, look: Callable[[], object]) -> list[TrtpipeError]:

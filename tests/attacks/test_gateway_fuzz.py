@@ -17,12 +17,32 @@ from tests.support.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_serve
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 TOGETHER = 8
+SCHEMA: dict[str, Any] = {
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": []}},
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 3},
+        "b": {"anyOf": [{"type": "string", "maxLength": 5}, {"$ref": "#/$defs/node"}]},
+        "c": {"type": ["integer", "null"], "minimum": 0, "multipleOf": 1},
+        "d": {"oneOf": [{"type": "string", "pattern": "^a$"}, {"type": "boolean"}]},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, chat(n=2, stop=["x", "y"], temperature=0.5, top_p=0.5, top_k=5, seed=1, max_tokens=3, min_tokens=1)),
     (CHAT, chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, ignore_eos=True)),
     (CHAT, chat(logprobs=True, top_logprobs=1, temperature=0, repetition_penalty=1.1, presence_penalty=0.1)),
     (CHAT, chat() | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me"}]}),
     (CHAT, chat(tools=[], tool_choice="auto", logit_bias={}, response_format={"type": "text"}, metadata={"a": "b"})),
+    (CHAT, chat(response_format={"type": "json_object"}, logit_bias={"5": -100, "6": 0.5})),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}),
+    ),
+    (TEXT, {"model": "llama", "prompt": "Once", "structured_outputs": {"json": SCHEMA}}),
+    (TEXT, {"model": "llama", "prompt": "Once", "structured_outputs": {"choice": ["a", "b"]}}),
+    (TEXT, {"model": "llama", "prompt": ["a", [5]], "echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}),
     (TEXT, {"model": "llama", "prompt": "Once", "logprobs": 0, "echo": False, "best_of": 1, "suffix": None}),
     (TEXT, {"model": "llama", "prompt": ["a", "b"], "n": 2, "max_tokens": 2, "frequency_penalty": -0.5}),
     (TEXT, {"model": "llama", "prompt": [5, 6, 7], "stream": True, "max_tokens": 2}),
@@ -34,9 +54,16 @@ VALUES: list[Any] = [
     "x" * 1000, "user", "system", "llama", "gpt-4", "0", "-1", "NaN", [], {}, [[]], [{}], [None], ["x", 1], [1, "x"],
     [1.5], [True], [-1], [2**40], [[], []], [[1], "x"], ["x"] * 17, {"role": "user"}, {"role": "user", "content": "x"},
     {"type": "text"}, {"type": [], "text": {}}, {"type": "image_url", "image_url": {"url": "x"}}, {"x" * 300: 1},
-    {"": ""}, {"a.b": {"0": 1}},
+    {"": ""}, {"a.b": {"0": 1}}, "#", "#/$defs/node", {"$ref": "#"}, {"type": "object"}, {"type": "integer"}, "object",
 ]  # fmt: skip
 NAMES = [
+    "$ref",
+    "anyOf",
+    "type",
+    "properties",
+    "items",
+    "const",
+    "json_schema",
     "temperature",
     "messages",
     "prompt",

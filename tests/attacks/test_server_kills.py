@@ -51,17 +51,17 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(cli: Cli, tiny_
     cli.ok("stop", record["server"])
 
 
-def test_stop_ends_the_watchdog_first(cli: Cli, tiny_repository: Path) -> None:
+@pytest.mark.parametrize("kill_watchdog", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_stop_ends_the_watchdog_first(cli: Cli, tiny_repository: Path, kill_watchdog: bool) -> None:
     """Else it would start again what was to be stopped. One that was killed before is not missed."""
     ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
-    for kill_watchdog in (False, True):
-        cli.ok("serve", str(tiny_repository), *ports, "--no-openai", "--restart", "3", "--detach")
-        record = running(cli, tiny_repository)
-        state = json.loads((cli.home / "servers" / f"{record['server']}.json").read_text())
-        processes = [psutil.Process(state["watcher"]), psutil.Process(record["pid"])]
-        if kill_watchdog:
-            processes[0].kill()
-        assert cli.ok("stop", record["server"]).out == f"stopped {record['server']}\n"
-        time.sleep(0.2)
-        assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert record["server"] not in cli.ok("ps").out
+    cli.ok("serve", str(tiny_repository), *ports, "--no-openai", "--restart", "3", "--detach")
+    record = running(cli, tiny_repository)
+    state = json.loads((cli.home / "servers" / f"{record['server']}.json").read_text())
+    processes = [psutil.Process(state["watcher"]), psutil.Process(record["pid"])]
+    if kill_watchdog:
+        processes[0].kill()
+    assert cli.ok("stop", record["server"]).out == f"stopped {record['server']}\n"
+    time.sleep(0.2)
+    assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert record["server"] not in cli.ok("ps").out

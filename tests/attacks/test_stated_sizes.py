@@ -124,7 +124,7 @@ CASES: list[tuple[str, Callable[[Path], None], tuple[str, ...], str]] = [
         "the header has 110,988,891 bytes, and at most 16,777,216 are read",
     ),
     (
-        "names of an index", lambda folder: many_names(folder, 10_000_000), ("inspect model", "convert model out"),
+        "names of an index", lambda folder: many_names(folder, 1_000_000), ("inspect model", "convert model out"),
         "it has more than 16,777,216 bytes",
     ),
     (

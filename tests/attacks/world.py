@@ -16,6 +16,7 @@ from unittest import mock
 
 from tests.attacks.running import isolated, run_here
 from tests.support import bench_reports
+from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
 from tests.support.paths import ROOT
 from tests.support.triton_repositories import inflight, llmapi
@@ -119,6 +120,7 @@ def _furnish(world: World) -> None:
     """Every kind of input, from one tiny model."""
     work = world.work
     hf_folder(work / "hf", shards=2, **SHAPES)
+    write_adapter(work / "adapter", work / "hf", rank=2)
     (work / "recipe.yaml").write_text(
         "model: hf\ngpu: cpu\ndtype: fp32\nbuild:\n  max_batch_size: 4\n  max_input_len: 64\n  max_seq_len: 128\n"
         "serving:\n  max_queue_size: 16\n"

@@ -22,10 +22,15 @@ import httpx
 import pytest
 
 from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
+from trtpipe.pipeline.serving.serve import stop
+from trtpipe.pipeline.serving.servers import recorded
+from trtpipe.pipeline.store.store import Store
 
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime
 
+CAPITALS = ROOT / "tests" / "data" / "tasks" / "capitals.yaml"
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
 
@@ -51,13 +56,6 @@ TEXTS = (
     "To bake bread you need flour, water,",
     "Photosynthesis is the process by which",
     "In 1969, the first human",
-    "Dear Sir or Madam,",
-    "The quick brown fox",
-    "import numpy as np\n\ndef mean(values):",
-    "Q: What is the largest planet?\nA:",
-    "A list of European countries: Germany,",
-    "The theory of evolution was proposed by",
-    "Roses are red, violets are",
     "SELECT name FROM users WHERE",
     "The recipe for a good life is simple:",
     "Mount Everest is",
@@ -110,11 +108,13 @@ class Cli:
 
     def kill_server(self, name: str) -> None:
         """End a server at once; `trtpipe stop` waits for requests that a killed Python process has left open."""
-        for record in json.loads(self.ok("ps", "--json").out):
-            if record["server"] == name and record["state"] == "running":
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(record["pid"], signal.SIGKILL)
-        self.run("stop", name)
+        store = Store(self.home)
+        for server in recorded(store):
+            if server.name == name:
+                if server.died is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(server.pid, signal.SIGKILL)
+                stop(store, name)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -144,7 +144,10 @@ class Cli:
 
 @dataclass(frozen=True)
 class Served:
-    """A running server and how to talk to it."""
+    """A running server and how to talk to it.
+
+    `verify=False`: before a request httpx reads all certificate authorities, which takes 30 ms.
+    """
 
     cli: Cli
     name: str
@@ -155,13 +158,15 @@ class Served:
 
     def generate(self, model: str = "ensemble", **body: Any) -> dict[str, Any]:
         """One answer over HTTP /generate: the reply's JSON, with `error` in it when it failed."""
-        reply: dict[str, Any] = httpx.post(f"{self.http}/v2/models/{model}/generate", json=body, timeout=120).json()
+        reply: dict[str, Any] = httpx.post(
+            f"{self.http}/v2/models/{model}/generate", json=body, timeout=120, verify=False
+        ).json()
         return reply
 
     def stream(self, model: str = "ensemble", **body: Any) -> Iterator[dict[str, Any]]:
         """Each server-sent event of /generate_stream."""
         url = f"{self.http}/v2/models/{model}/generate_stream"
-        with httpx.stream("POST", url, json={"stream": True, **body}, timeout=120) as response:
+        with httpx.stream("POST", url, json={"stream": True, **body}, timeout=120, verify=False) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     yield json.loads(line[len("data: ") :])
@@ -170,7 +175,7 @@ class Served:
         """TensorRT-LLM's gauges, each as `family{its own label}`."""
         out = {}
         for family, labels, number in re.findall(
-            r"^(nv_trt_llm\w+)\{(.*)\} (\S+)$", httpx.get(self.metrics, timeout=10).text, re.MULTILINE
+            r"^(nv_trt_llm\w+)\{(.*)\} (\S+)$", httpx.get(self.metrics, timeout=10, verify=False).text, re.MULTILINE
         ):
             own = [value for name, value in re.findall(r'(\w+)="([^"]*)"', labels) if name not in ("model", "version")]
             out[f"{family}{{{own[0]}}}"] = float(number)
@@ -179,8 +184,14 @@ class Served:
 
 @pytest.fixture(scope="session")
 def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    folder = tmp_path_factory.mktemp("work")
-    return Cli(folder, tmp_path_factory.mktemp("home"))
+    """In a folder and a home of this process; artefacts are made once for all processes of the session."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    home = tmp_path_factory.mktemp("home")
+    for name in ("artefacts", "locks"):
+        (shared / name).mkdir(parents=True, exist_ok=True)
+        (home / name).symlink_to(shared / name)
+    return Cli(tmp_path_factory.mktemp("work"), home)
 
 
 @pytest.fixture(scope="session")
@@ -239,7 +250,8 @@ def four_layers(smollm2_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def quantized_build(four_layers: Path) -> list[str]:
     """`trtpipe build` of the four layers in FP8, as its words."""
     settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
-    return ["build", "--model", str(four_layers), *FP8, *(word for one in settings for word in ("--set", one))]
+    words = (word for one in settings for word in ("--set", one))
+    return ["build", "--model", str(four_layers), *FP8, *words, "--tasks", str(CAPITALS)]
 
 
 @pytest.fixture(scope="session")
@@ -253,9 +265,7 @@ def serve(cli: Cli) -> Callable[[str], Served]:
     free = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
 
     def start(target: str) -> Served:
-        cli.ok("serve", target, "--detach", *free)
-        servers = json.loads(cli.ok("ps", "--json").out)
-        server = next(entry for entry in servers if Path(target).name == entry["server"])
+        server = json.loads(cli.ok("serve", target, "--detach", "--json", *free).out)
         return Served(cli, server["server"], server["pid"], server["http"], server["grpc"], server["metrics"])
 
     return start
@@ -285,14 +295,25 @@ def prompts(smollm2_hf: Path, greedy_texts: tuple[str, ...]) -> list[tuple[int, 
 
 
 @pytest.fixture(scope="session")
-def expected(smollm2_hf: Path, smollm2_engine_fp32: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def runtime(smollm2_engine_fp32: Path) -> Runtime:
+    """The reference runtime, in this process."""
+    from trtpipe.engines.reference.runtime import Runtime
+
+    return Runtime(smollm2_engine_fp32, kv_cache_tokens=8192)
+
+
+@pytest.fixture(scope="session")
+def guesses(runtime: Runtime, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """The reference runtime's greedy continuation of each prompt."""
+    return together(runtime, prompts)
+
+
+@pytest.fixture(scope="session")
+def expected(smollm2_hf: Path, prompts: list[tuple[int, ...]], guesses: list[list[int]]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, without the end token."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trtpipe.engines.reference.runtime import Runtime
-
-    guesses = together(Runtime(smollm2_engine_fp32, kv_cache_tokens=8192), prompts)
     model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
     with torch.inference_mode():
         out = [_greedy(model, prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]

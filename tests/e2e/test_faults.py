@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -186,28 +185,3 @@ def processes(served: Served) -> dict[str, list[psutil.Process]]:
             if instance := re.fullmatch(r"(\w+)_0_\d", word):
                 out[instance[1]].append(process)
     return out
-
-
-def test_a_dead_engine_is_told_to_every_stream_and_started_again(tiny: Served) -> None:
-    """A script is given the end of a stream without its reason, and must not take it for the answer's."""
-    last: dict[str, dict[str, Any]] = {}
-    begun = threading.Semaphore(0)
-
-    def follow(model: str) -> None:
-        for event in tiny.stream(model, **ask(model)):
-            if model not in last:
-                begun.release()
-            last[model] = event
-
-    threads = [threading.Thread(target=follow, args=(model,)) for model in MODELS[:1] + MODELS[2:]]
-    for thread in threads:
-        thread.start()
-    assert all(begun.acquire(timeout=30) for _ in threads)
-    (engine,) = processes(tiny)["engine"]
-    engine.kill()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
-    assert "engine process ended (signal 9)" in last["tensorrt_llm"]["error"]
-    assert "the engine ended the request early" in last["tensorrt_llm_bls"]["error"]
-    assert until(lambda: works(tiny), 60)

@@ -50,9 +50,9 @@ def test_the_bound_of_the_queue_holds_for_all_instances_together(shared: Served)
     with ThreadPoolExecutor(4) as pool:
         # Two run and two wait, for longer than the rest takes. In pairs: of four in one instant the last may find two
         # waiting before any runs, and be refused.
-        taken = [pool.submit(whole, shared, 4000) for _ in range(2)]
+        taken = [pool.submit(whole, shared, 1500) for _ in range(2)]
         assert until(lambda: shared.gauges()[ACTIVE] == 2)
-        taken += [pool.submit(whole, shared, 4000) for _ in range(2)]
+        taken += [pool.submit(whole, shared, 1500) for _ in range(2)]
         assert until(lambda: shared.gauges()[WAITING] == 2)
         refused = [whole(shared, 2) for _ in range(2 * INSTANCES)]
         assert not [answer.result() for answer in taken if answer.done()]

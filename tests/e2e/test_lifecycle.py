@@ -30,10 +30,12 @@ def using(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-@pytest.fixture
-def second(tiny_repository: Path, serve: Callable[[str], Served], tmp_path: Path) -> Iterator[Served]:
-    """A server of one test's own, to be broken."""
-    copy = tmp_path / "second"
+@pytest.fixture(scope="module")
+def second(
+    tiny_repository: Path, serve: Callable[[str], Served], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server that the last test to use it breaks."""
+    copy = tmp_path_factory.mktemp("served") / "second"
     _link_tree(tiny_repository, copy)
     server = serve(str(copy))
     yield server
@@ -46,6 +48,23 @@ def _link_tree(source: Path, target: Path) -> None:
             place = target / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, place)
+
+
+def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
+    second: Served, tiny_repository: Path, tmp_path: Path
+) -> None:
+    port = str(httpx.URL(second.http).port)
+    copy = tmp_path / "other"
+    _link_tree(tiny_repository, copy)
+    taken = second.cli.run("serve", str(copy), "--http-port", port)
+    assert taken.status == 4
+    last = taken.err.splitlines()[-1]
+    assert last.startswith(f"error: port {port} on 127.0.0.1 cannot be taken: Address already in use")
+    namesake = tmp_path / "second"
+    _link_tree(tiny_repository, namesake)
+    again = second.cli.run("serve", str(namesake))
+    assert again.status == 4
+    assert "already served" in again.err
 
 
 def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second: Served) -> None:
@@ -78,21 +97,6 @@ def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_reposito
     assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
     assert "rank0.safetensors" in last
     assert not using(copy)
-
-
-def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
-    second: Served, tiny_repository: Path, tmp_path: Path
-) -> None:
-    port = str(httpx.URL(second.http).port)
-    copy = tmp_path / "other"
-    _link_tree(tiny_repository, copy)
-    taken = second.cli.run("serve", str(copy), "--http-port", port)
-    assert taken.status == 4
-    last = taken.err.splitlines()[-1]
-    assert last.startswith(f"error: port {port} on 127.0.0.1 cannot be taken: Address already in use")
-    again = second.cli.run("serve", str(tmp_path / "second"))
-    assert again.status == 4
-    assert "already served" in again.err
 
 
 def test_ctrl_c_ends_a_server_in_the_foreground(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:

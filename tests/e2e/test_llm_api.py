@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import TRTPIPE, until
+from tests.support.adapters import write_adapter
 from tests.support.doubles import install_llm_api
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder
@@ -77,6 +78,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         (model / "chat_template.jinja").write_text(TEMPLATE)
         chosen = {"model": str(model), "gpu": "h100", "dtype": "bf16", "runtime": "trtllm_pytorch", "build": SIZES}
         chosen["serving"] = {"max_queue_size": 2}
+        chosen["lora"] = {"back": str(write_adapter(work / "adapter", model))}
         spec = resolve([("option", chosen)])
         execute(spec, Store(work / "home"), Recorder())
         repository = RunFolder.of(spec.target).linked("repository").resolve()
@@ -122,6 +124,27 @@ def test_a_chat_is_the_template_s_prompt_and_is_counted_in_tokens(front: Front) 
     assert body["usage"] == {"prompt_tokens": 15, "completion_tokens": 16, "total_tokens": 31}
     cut = front.chat("Hello", max_tokens=4)
     assert (cut["choices"][0]["message"]["content"], cut["choices"][0]["finish_reason"]) == ("[us", "length")
+
+
+def test_the_form_of_an_answer_reaches_the_llm_api(front: Front) -> None:
+    # The double's answer is the guide that it was given.
+    for outputs, guide in (({"regex": "a+"}, "a+"), ({"choice": ["x"]}, 'root ::= "x"'), ({"json": True}, None)):
+        body = front.chat("Hello", max_tokens=100, structured_outputs=outputs)
+        assert guide is None or body["choices"][0]["message"]["content"] == guide
+    assert body["error"]["param"] == "structured_outputs.json"
+
+
+def test_an_adapter_by_the_name_of_the_model(front: Front) -> None:
+    listed = httpx.get(f"{front.openai}/v1/models", timeout=60).json()["data"]
+    assert [one["id"] for one in listed] == ["tiny", "tiny:back"]
+    # The double's adapter turns the prompt around.
+    plain, turned = (
+        front.ask("completions", model=model, prompt="abc", max_tokens=100).json() for model in ("tiny", "tiny:back")
+    )
+    assert (plain["choices"][0]["text"], turned["choices"][0]["text"]) == ("abc", "cba")
+    assert turned["model"] == "tiny:back"
+    absent = front.ask("completions", model="tiny:front", prompt="abc")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_streamed_chat_is_the_same_text_token_by_token(front: Front) -> None:

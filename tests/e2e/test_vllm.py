@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import ACTIVE, USED, Cli, Served, until
+from tests.support.adapters import merged, write_adapter
 from tests.support.factories import hf_folder
 from tests.support.kserve import infer_inputs
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
@@ -58,14 +60,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return write_adapter(model.parent / "adapter", model, rank=3)
+
+
+@pytest.fixture(scope="module")
 def reference(cli: Cli, model: Path) -> Runtime:
     cli.ok("build", "--model", str(model), *words())
     return Runtime(cli.folder / "runs" / NAME.removesuffix(".vllm") / "engine", enable_chunked_context=True)
 
 
 @pytest.fixture(scope="module")
-def served(cli: Cli, model: Path, serve: Callable[[str], Served]) -> Iterator[Served]:
-    cli.ok("build", "--model", str(model), "--runtime", "vllm", *words())
+def served(cli: Cli, model: Path, adapter: Path, serve: Callable[[str], Served]) -> Iterator[Served]:
+    cli.ok("build", "--model", str(model), "--runtime", "vllm", "--lora", f"built={adapter}", *words())
     server = serve(NAME)
     yield server
     cli.kill_server(server.name)
@@ -77,7 +84,12 @@ def expected(model: Path) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return greedy(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+
+def greedy(made: Any) -> list[list[int]]:
+    import torch
+
     out = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -138,6 +150,33 @@ def test_greedy_tokens_are_those_of_transformers(served: Served, reference: Runt
     # Alone, after the cache has seen it.
     assert ids(served.generate("tensorrt_llm", **ask(PROMPTS[4]))) == expected[4]
     assert [by_reference(reference, prompt)[0] for prompt in PROMPTS] == expected
+
+
+def test_adapters_of_one_batch_built_in_and_added(
+    served: Served, cli: Cli, model: Path, adapter: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    other = write_adapter(tmp_path / "other", model, rank=2, roles=("q", "v", "down"), seed=1, use_rslora=True)
+    cli.ok("lora", "add", f"added={other}", "--server", NAME)
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    wanted = {"built": greedy(merged(plain, adapter)), "added": greedy(merged(plain, other)), "": expected}
+    assert len({str(tokens) for tokens in wanted.values()}) == 3
+    folder = AdapterFolder(cli.home / "servers" / NAME / "models" / "tensorrt_llm" / "1" / "lora")
+    numbers = {"": 0, **{one.name: one.number for one in folder.all()}}
+
+    def answer(asked: tuple[str, tuple[int, ...]]) -> list[int]:
+        name, prompt = asked
+        return ids(served.generate("tensorrt_llm", **ask(prompt, lora_task_id=numbers[name])))
+
+    every = [(name, place) for place in range(len(PROMPTS)) for name in wanted]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(answer, [(name, PROMPTS[place]) for name, place in every])
+        assert list(found) == [wanted[name][place] for name, place in every]
+    cli.ok("lora", "remove", "added", "--server", NAME)
+    refused = served.generate("tensorrt_llm", **ask(PROMPTS[0], lora_task_id=numbers["added"]))
+    assert f"no adapter has the number {numbers['added']}" in refused["error"]
 
 
 def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, model: Path) -> None:

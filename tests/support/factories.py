@@ -49,6 +49,7 @@ QWEN3_MOE: dict[str, Any] = {
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+PHI3: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 # The same as it is read.
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

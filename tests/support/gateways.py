@@ -29,7 +29,19 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('the system speaks first') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-INPUTS = ["input_ids", "seed", "min_tokens", "return_log_probs", "exclude_input_in_output", "stop"]
+INPUTS = [
+    "input_ids",
+    "seed",
+    "min_tokens",
+    "return_log_probs",
+    "exclude_input_in_output",
+    "stop",
+    "embedding_bias",
+    "guided_decoding_guide_type",
+    "guided_decoding_guide",
+]
+# Of the Python-based backend alone.
+OWN_INPUTS = ["return_prompt_log_probs"]
 
 
 def write_model(path: Path, template: str = TEMPLATE) -> Path:
@@ -86,7 +98,14 @@ def end_fork_servers() -> None:
     _FORK_SERVERS.clear()
 
 
-def response(tokens: list[int], *, final: bool = False, log_probs: list[float] | None = None) -> Any:
+def response(
+    tokens: list[int],
+    *,
+    final: bool = False,
+    log_probs: list[float] | None = None,
+    prompt: tuple[list[float], list[int]] | None = None,
+) -> Any:
+    """`prompt` holds the log-probabilities of a prompt and of its likeliest tokens, and these tokens."""
     out = service_pb2.ModelStreamInferResponse()
     reply = out.infer_response
     reply.parameters["triton_final_response"].bool_param = final
@@ -99,6 +118,12 @@ def response(tokens: list[int], *, final: bool = False, log_probs: list[float] |
             if name != "output_log_probs" or log_probs is not None:
                 reply.outputs.add(name=name, datatype="INT32", shape=[1, len(data) // 4])
                 reply.raw_output_contents.append(data)
+    if prompt is not None:
+        values, likeliest = prompt
+        reply.outputs.add(name="prompt_log_probs", datatype="FP32", shape=[1, 2, len(likeliest)])
+        reply.raw_output_contents.append(struct.pack(f"<{len(values)}f", *values))
+        reply.outputs.add(name="prompt_likeliest", datatype="INT32", shape=[1, len(likeliest)])
+        reply.raw_output_contents.append(struct.pack(f"<{len(likeliest)}i", *likeliest))
     return out
 
 
@@ -199,7 +224,7 @@ async def serving(
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False, verify=False) as client:
             yield client, fake
     finally:
         server.should_exit = True

@@ -180,6 +180,17 @@ def test_the_name_of_a_target_tells_its_kv_cache() -> None:
     assert plan(gpu="a100", dtype="int8").target == "smollm2-135m.a100.int8-sq"
 
 
+def test_tasks_are_scored_of_a_quantized_model() -> None:
+    assert plan(dtype="fp8", tasks=["a.yaml", "b.yaml"]).tasks == ("a.yaml", "b.yaml")
+    made = plan(recipe={"tasks": "a.yaml"}, dtype="fp8")
+    assert (made.tasks, made.settings["tasks"]) == (("a.yaml",), "a.yaml")
+    assert sources(made)["tasks"] == (["a.yaml"], "recipe r.yaml")
+    with pytest.raises(UsageError, match="tasks are for a quantized model"):
+        plan(dtype="bf16", tasks=["a.yaml"])
+    with pytest.raises(ConfigError, match=r"recipe r\.yaml: tasks is 3, not a file or a list of files"):
+        plan(recipe={"tasks": 3}, dtype="fp8")
+
+
 def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = GpuSpec(name="v100", sm=70)
     monkeypatch.setattr(facts, "load_gpus", lambda: {"v100": old})

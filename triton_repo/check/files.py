@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trtpipe.engines.hf.adapter import CONFIG, WEIGHTS
 from trtpipe.engines.json_input import load_json
+from trtpipe.engines.lora_arrays import ARRAY_CONFIG, ARRAY_WEIGHTS
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.paths import locate, tell_not_here
@@ -33,6 +35,8 @@ def check_files(model: Model, models: dict[str, Model], report: Report) -> None:
             )
         elif place.path is None and not place.absent:
             tell_not_here(model.at_parameter(name), text, report)
+        elif place.path is not None and name == "lora_prefetch_dir":
+            _check_adapters(place.path, report)
         elif place.path is not None and name == "xgrammar_tokenizer_info_path":
             _check_info(model, place.path, report)
 
@@ -50,6 +54,26 @@ def check_environment(model: Model, models: dict[str, Model], report: Report) ->
         )  # fmt: skip
     elif place.path is None:
         tell_not_here(where, text, report)
+
+
+def _check_adapters(folder: Path, report: Report) -> None:
+    """Check the folders of adapters: the C++ backend wants arrays in those whose name is a number, trtpipe's backend
+    what PEFT saves. A server does not start with one that lacks a file."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir():
+            continue
+        if not path.name.isdigit() or int(path.name) >= 1 << 31:
+            report.warning(
+                "engine-feature", path, "is not named by a number of 31 bits", "no adapter is loaded from it",
+                "rename it to the number that clients send as lora_task_id",
+            )  # fmt: skip
+            continue
+        kinds = ((ARRAY_WEIGHTS, ARRAY_CONFIG), (WEIGHTS, CONFIG))
+        if not any(all((path / name).is_file() for name in names) for names in kinds):
+            report.error(
+                "engine-feature", path, f"holds neither {' and '.join(kinds[0])} nor {' and '.join(kinds[1])}",
+                "the adapter does not load", "copy it again",
+            )  # fmt: skip
 
 
 def _check_info(model: Model, path: Path, report: Report) -> None:

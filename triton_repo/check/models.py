@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Model:
     role: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def path(self) -> Path:
         return self.folder / CONFIG
 

@@ -12,10 +12,13 @@ from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.release import Key, Release, release_key
 from trtpipe.triton_repo.check.scripts import Script
 from trtpipe.triton_repo.check.text import type_name
+from trtpipe.triton_repo.tensors import OWN_INPUTS, OWN_OUTPUTS
 
 LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # The C++ backend maps unsigned types to signed types of the same width; early templates used unsigned types.
 _ALIKE = {"INT32": "UINT32", "UINT64": "INT64", "INT64": "UINT64"}
+# Of the Python-based backend in the C++ backend's place.
+_OWN = {tensor.name for tensor in (*OWN_INPUTS, *OWN_OUTPUTS)}
 # Number of tensors of another release from which on the template counts as one of that release.
 _MANY = 2
 
@@ -66,7 +69,7 @@ def _check_names(model: Model, kind: str, declared: dict[str, Any], side: dict[s
             what = "the backend passes it over" if kind == "input" else "the backend never writes it"
             report.error("unknown-tensor", where, "is none that the model knows", what, did_you_mean(near))
             report.blame(model.name, name, near)
-        elif model.role == "engine" and not model.python_runtime:
+        elif model.role == "engine" and not model.python_runtime and name not in _OWN:
             report.warning(
                 "unknown-tensor",
                 where,

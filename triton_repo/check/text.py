@@ -138,6 +138,7 @@ def _words(text: str) -> dict[tuple[str, str], int]:
     return out
 
 
+@lru_cache(maxsize=256)
 def line_of(text: str, pattern: str) -> str:
     """`, line N` of the first line of code that matches; empty when none matches, or when the text is too long to be
     searched for each fault."""

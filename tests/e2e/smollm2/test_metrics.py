@@ -32,9 +32,10 @@ ELSEWHERE = {
     "First response",
 }  # fmt: skip
 
+TOKENS = 4
 ASK: dict[str, Any] = {
     "text_input": "The capital of France is",
-    "max_tokens": 8,
+    "max_tokens": TOKENS,
     "end_id": -1,
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -101,7 +102,7 @@ def test_rates_are_those_of_what_was_sent(served: Served) -> None:
     figures = between(served, act)
     assert figures.seconds is not None
     assert figures.restarted == ()
-    assert [reply["num_output_tokens"] for reply in replies] == [8] * 5
+    assert [reply["num_output_tokens"] for reply in replies] == [TOKENS] * 5
 
     def count(rate: float | None) -> float:
         assert rate is not None
@@ -116,11 +117,11 @@ def test_rates_are_those_of_what_was_sent(served: Served) -> None:
     assert front.request_ms is not None
     assert front.queue_ms is not None
     assert 0 < front.queue_ms < front.request_ms < figures.seconds * 1000 / 3
-    assert count(engine(figures).output_tokens_per_s) == pytest.approx(5 * 8)
+    assert count(engine(figures).output_tokens_per_s) == pytest.approx(5 * TOKENS)
     sent = sum(reply["num_input_tokens"] for reply in replies)
     assert count(engine(figures).input_tokens_per_s) == pytest.approx(sent)
     # A step gives each request a token, and a request's first step reads its prompt and gives the first.
-    assert 8 <= count(engine(figures).steps_per_s) <= 5 * 8
+    assert TOKENS <= count(engine(figures).steps_per_s) <= 5 * TOKENS
 
 
 def test_a_failure_counts_twice_in_the_ensemble_and_not_in_the_engine(served: Served) -> None:
@@ -175,7 +176,7 @@ def test_once_as_json_agrees_with_what_was_sent(served: Served, capsys: pytest.C
     after = counts(look())
     grown = {name: after[name] - before[name] for name in after}
     assert (grown["ensemble"], grown["tensorrt_llm"], grown["tensorrt_llm_bls"]) == (4, 4, 0)
-    assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 32
+    assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 4 * TOKENS
     assert grown["input_tokens"] == sum(reply["num_input_tokens"] for reply in replies)
     assert look()["models"][0]["succeeded_per_s"] == 0
 
@@ -209,18 +210,18 @@ def test_every_panel_and_alert_has_data_while_a_server_and_its_gateway_work(
     folder = tmp_path / "monitoring"
     jobs = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
     assert jobs[0]["static_configs"][0]["targets"] == [urlsplit(served.metrics).netloc]
-    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 96, "ignore_eos": True}
+    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 48, "ignore_eos": True}
 
     def ask(number: int) -> int:
-        return httpx.post(f"{gateway}/v1/completions", json=body, timeout=250).status_code
+        return client.post(f"{gateway}/v1/completions", json=body).status_code
 
-    with ThreadPoolExecutor(8) as pool:
-        asked = pool.map(ask, range(16))
+    with httpx.Client(timeout=250) as client, ThreadPoolExecutor(8) as pool:
+        asked = pool.map(ask, range(8))
         deadline = time.monotonic() + 200
         here: dict[Any, float] = {}
         while here.get(("trtpipe_gateway_inter_token_seconds_count", frozenset()), 0) < 100:
             assert time.monotonic() < deadline
-            here = samples(httpx.get(f"{gateway}/metrics").text) | samples(httpx.get(served.metrics).text)
+            here = samples(client.get(f"{gateway}/metrics").text) | samples(client.get(served.metrics).text)
             time.sleep(0.1)
         assert set(asked) == {200}
     assert here["trtpipe_gateway_running", frozenset()] > 0

@@ -22,3 +22,6 @@ def install_llm_api(version_folder: Path) -> None:
     package = version_folder / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text(Path(__file__).with_name("llm_api.py").read_text())
+    (package / "executor").mkdir()
+    (package / "executor" / "__init__.py").touch()
+    (package / "executor" / "request.py").write_text("from tensorrt_llm import LoRARequest\n")

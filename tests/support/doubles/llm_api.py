@@ -1,11 +1,12 @@
 """A contract double of TensorRT-LLM's LLM API (PyTorch, 1.3): its arguments, requests, results and statistics.
 
-It computes no model: an answer repeats its prompt, token by token, and then ends with its end id. Arguments are those
-of TorchLlmArgs and SamplingParams, and any other is refused as they refuse it. At most `max_batch_size` requests are
-active, the others wait; a step gives each active request a token, and statistics if they are asked for. One file of the
-standard library: it is copied beside a model's script, which imports it under the name of the real package.
+It computes no model: an answer repeats its prompt, or its guide, token by token, and then ends with its end id.
+Arguments are those of TorchLlmArgs and SamplingParams, and any other is refused as they refuse it. At most
+`max_batch_size` requests are active, the others wait; a step gives each active request a token, and statistics if they
+are asked for. One file of the standard library: it is copied beside a model's script, which imports it under the name
+of the real package.
 
-A request with the seed 13 is one on which the engine breaks.
+A request with the seed 13 is one on which the engine breaks. One with an adapter repeats its prompt backwards.
 
 TRTLLM_DOUBLE_STEP  seconds of a step, 0.002
 """
@@ -14,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 # TorchLlmArgs of TensorRT-LLM 1.3 (llm_args.py), as far as a repository of this project may give them.
@@ -25,15 +29,30 @@ ARGUMENTS = {
     "model": str, "backend": str, "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_batch_size": int,
     "max_input_len": int, "max_seq_len": int, "max_num_tokens": int, "max_beam_width": int, "kv_cache_config": dict,
     "enable_chunked_prefill": bool, "scheduler_config": dict, "enable_iter_perf_stats": bool, "cuda_graph_config": dict,
-    "disable_overlap_scheduler": bool, "stream_interval": int,
+    "disable_overlap_scheduler": bool, "stream_interval": int, "guided_decoding_backend": str, "enable_lora": bool,
+    "lora_config": dict,
 }  # fmt: skip
 CACHE = {
     "dtype": str, "tokens_per_block": int, "free_gpu_memory_fraction": float, "enable_block_reuse": bool,
     "max_tokens": int, "max_attention_window": list,
 }  # fmt: skip
+ADAPTERS = {"lora_target_modules": list, "max_lora_rank": int, "max_loras": int, "max_cpu_loras": int}
 SCHEDULER = {"capacity_scheduler_policy": str}
 POLICIES = ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH")
 BLOCKS = 64
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class GuidedDecodingParams:
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
+
+
+# The real package has it in a module of its own.
+sys.modules[f"{__name__}.llmapi"] = sys.modules[__name__]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -59,12 +78,26 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     ignore_eos: bool = False
     detokenize: bool = True
+    guided_decoding: GuidedDecodingParams | None = None
 
     def __post_init__(self) -> None:
         self.best_of = self.best_of or self.n
         greedy = self.top_k in (None, 1) and self.top_p in (None, 0.0)
         if self.best_of > 1 and greedy:
             raise ValueError(f"Greedy decoding in the LLM API does not allow multiple returns, got {self.best_of}.")
+
+
+@dataclasses.dataclass(slots=True)
+class LoRARequest:
+    """An adapter of a request; upstream has it in `tensorrt_llm.executor.request`."""
+
+    name: str
+    adapter_id: int
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).exists():
+            raise ValueError(f"lora_path ({self.path}) does not exist.")
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,6 +145,9 @@ class RequestOutput:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[list[int], str | None]] = asyncio.Queue()
         self._ends = set(sampling.stop_token_ids or ())
+        guide = sampling.guided_decoding
+        given = [] if guide is None else [value for value in dataclasses.astuple(guide) if value]
+        self._says = tokenizer.encode(str(given[0])) if given else prompt
 
     def abort(self) -> None:
         self.stopped = True
@@ -119,10 +155,10 @@ class RequestOutput:
     def step(self) -> bool:
         """Make a token; whether it was the last. Called by the engine's thread."""
         self.made += 1
-        token = self.prompt_token_ids[(self.made - 1) % len(self.prompt_token_ids)]
+        token = self._says[(self.made - 1) % len(self._says)]
         reason = None
         end = self._sampling.end_id if self._sampling.end_id is not None else self._tokenizer.end
-        if not self._sampling.ignore_eos and self.made > len(self.prompt_token_ids):
+        if not self._sampling.ignore_eos and self.made > len(self._says):
             token, reason = end, "stop"
         elif token in self._ends:
             reason = "stop"
@@ -167,8 +203,13 @@ class LLM:
         if scheduler.get("capacity_scheduler_policy", POLICIES[0]) not in POLICIES:
             raise ValueError(f"1 validation error for SchedulerConfig\ncapacity_scheduler_policy\n  {scheduler}")
         self._tokenizer = _Tokenizer(arguments["model"])
+        self._guided = "guided_decoding_backend" in arguments
         self._most = arguments.get("max_batch_size", 2048)
         self._longest = arguments.get("max_seq_len", 1 << 30)
+        adapters = arguments.get("lora_config")
+        if adapters is not None:
+            _check("LoraConfig", adapters, ADAPTERS)
+        self._rank = adapters["max_lora_rank"] if adapters and arguments.get("enable_lora") else 0
         self._tells = arguments.get("enable_iter_perf_stats", False)
         self._block = cache.get("tokens_per_block", 32)
         self._step = float(os.environ.get("TRTLLM_DOUBLE_STEP", "0.002"))
@@ -180,20 +221,34 @@ class LLM:
         self._thread.start()
 
     def generate_async(
-        self, inputs: str | list[int], sampling_params: SamplingParams | None = None, *, streaming: bool = False
-    ) -> RequestOutput:
+        self, inputs: str | list[int], sampling_params: SamplingParams | None = None, *,
+        lora_request: LoRARequest | None = None, streaming: bool = False,
+    ) -> RequestOutput:  # fmt: skip
         sampling = sampling_params or SamplingParams()
         prompt = self._tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
         if not prompt or not all(type(token) is int for token in prompt):
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         if len(prompt) + 1 > self._longest:
             raise ValueError(f"The prompt length ({len(prompt)}) exceeds max_seq_len ({self._longest})")
+        if sampling.guided_decoding is not None and not self._guided:
+            raise ValueError("Guided decoding is not enabled. Please set `guided_decoding_backend`.")
         if sampling.seed == 13:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if lora_request is not None:
+            prompt = self._adapted(prompt, lora_request)
         request = RequestOutput(prompt, sampling, self._tokenizer)
         with self._lock:
             self._requests.append(request)
         return request
+
+    def _adapted(self, prompt: list[int], adapter: LoRARequest) -> list[int]:
+        """The prompt backwards: what an adapter makes of it here."""
+        rank = json.loads((Path(adapter.path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        if not self._rank:
+            raise RuntimeError("Executor failed: LoRA is not enabled for this model")
+        if rank > self._rank:
+            raise RuntimeError(f"Executor failed: rank {rank} exceeds max_lora_rank {self._rank}")
+        return prompt[::-1]
 
     async def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         until = time.monotonic() + (timeout or 0)

@@ -3,7 +3,7 @@
 TensorRT-LLM runs on NVIDIA GPUs alone, so tests build with this. It reads a checkpoint as the loader of a release
 does, refuses what that refuses in the same words, turns off what that turns off, and writes an engine folder whose
 rank files say what they are. Where upstream would build a wrong model without a word, or where nothing is known of
-what it does, this refuses with a ContractError. Llama, Mixtral and Qwen only.
+what it does, this refuses with a ContractError. Llama, Mixtral, Phi-3 and Qwen only.
 
 One file of the standard library, and nothing of this project: it is a second reading of the contract, and it is
 copied into a container image that holds a Python and nothing else.
@@ -205,7 +205,9 @@ def _cache_type(word: str) -> str:
 QWEN = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 # Key of the features of an expert.
 EXPERTS = {"MixtralForCausalLM": "intermediate_size", "Qwen3MoeForCausalLM": "moe_intermediate_size"}
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *QWEN)
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", *QWEN)
+# Those whose gate and up are one matrix.
+ONE_MATRIX = ("Phi3ForCausalLM", *EXPERTS)
 SAME_CLASS = ("GraniteForCausalLM", "ExaoneForCausalLM", "ArcticForCausalLM")
 FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 AWQ = ("W4A16_AWQ", "W4A8_AWQ")
@@ -392,7 +394,7 @@ def read_config(path: Path, setup: Setup, log: Log) -> Model:
     ranks = read_mapping(raw.get("mapping") or {}, setup)
     quant = read_quantization(raw.get("quantization") or {}, setup, path.parent)
     for key in sorted(raw.keys() - TOP_LEVEL):
-        log.warning(f"Implicitly setting {'QWenConfig' if architecture in QWEN else 'LLaMAConfig'}.{key} = {raw[key]}")
+        log.warning(f"Implicitly setting {_config_class(architecture)}.{key} = {raw[key]}")
     _refuse_silent_faults(raw)
     experts = _experts(raw, ranks, quant)
     if architecture in QWEN:
@@ -448,13 +450,17 @@ def _experts(raw: dict[str, Any], ranks: Ranks, quant: Quant) -> int:
     return count
 
 
+def _config_class(architecture: str) -> str:
+    return "QWenConfig" if architecture in QWEN else {"Phi3ForCausalLM": "Phi3Config"}.get(architecture, "LLaMAConfig")
+
+
 def _refuse_silent_faults(raw: dict[str, Any]) -> None:
     """What the loader would take, and build another model from."""
     assert raw["dtype"] in FLOATS, f"Unsupported dtype: {raw['dtype']}"
     for key in NEEDED:
         if raw.get(key) is None:
             raise ContractError(f"config.json lacks {key}: the loader has a default, which is not this model's")
-    act, kind = ("swiglu", "that of experts") if raw["architecture"] in EXPERTS else ("silu", "Llama's")
+    act, kind = ("swiglu", "that of one matrix") if raw["architecture"] in ONE_MATRIX else ("silu", "Llama's")
     if raw["hidden_act"] != act:
         raise ContractError(f"hidden_act is {raw['hidden_act']}, {kind} is {act}")
     if raw["position_embedding_type"] != "rope_gpt_neox":
@@ -564,6 +570,9 @@ def _parameters(model: Model, stage: int) -> Iterator[tuple[str, Parameter]]:
             yield f"{layer}mlp.router.weight", Parameter("F32", (model.experts, model.hidden))
             yield from _stack(model, f"{layer}mlp.fc", 2 * ffn, model.hidden)
             yield from _stack(model, f"{layer}mlp.proj", model.hidden, ffn)
+        elif model.architecture in ONE_MATRIX:
+            yield from _linear(model, f"{layer}mlp.fc", 2 * ffn, model.hidden)
+            yield from _linear(model, f"{layer}mlp.proj", model.hidden, ffn, row=True)
         else:
             yield from _linear(model, f"{layer}mlp.fc", ffn, model.hidden, bias=mlp_bias)
             yield from _linear(model, f"{layer}mlp.gate", ffn, model.hidden, bias=mlp_bias)

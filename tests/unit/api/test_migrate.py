@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import trtpipe
+from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
 from tests.support.repository_changes import made, rendered
 from tests.support.triton_repositories import Repository, inflight
@@ -72,6 +73,27 @@ def test_a_template_with_an_engine_from_elsewhere(nvidia: Path) -> None:
     assert {value.name: value.source for value in found.spec.values}["build.max_batch_size"] == "the engine"
     assert not Path("runs").exists()
     assert trtpipe.settings(recipe=_written(found.recipe)).settings == found.spec.settings
+
+
+def test_adapters_of_a_target_come_along(in_folder: Path, nvidia: Path, tmp_path: Path) -> None:
+    """From the target's own settings; an engine's settings of adapters are carried over too."""
+    adapter = write_adapter(in_folder / "fr", Path("tiny"), rank=4)
+    spec = trtpipe.settings(model="tiny", gpu="h100", dtype="fp16", runtime="tensorrt_llm", lora={"fr": adapter})
+    run = RunFolder.of(spec.target)
+    run.start(spec, Store(tmp_path / "home"))
+    repository = Repository(nvidia)
+    repository.engine("pretrained_config.dtype", "float16")
+    repository.engine("build_config.plugin_config.lora_plugin", "auto")
+    repository.engine(
+        "build_config.lora_config", {"lora_dir": [], "max_lora_rank": 16, "lora_target_modules": ["attn_q"]}
+    )
+    (run.path / "repository").symlink_to(nvidia)
+    found = trtpipe.migrate(run.path, to="vllm", gpu="h100")
+    assert found.spec.adapters == (("fr", adapter.absolute()),)
+    assert (found.spec.build.takes_adapters, found.spec.build.max_lora_rank) == (True, 16)
+    assert {"attn_q", "mlp_gate"} <= set(found.spec.build.lora_target_modules)
+    elsewhere = trtpipe.migrate(nvidia, to="llmapi", model="tiny", gpu="h100")
+    assert (elsewhere.spec.adapters, elsewhere.spec.build.lora_target_modules) == ((), ("attn_q",))
 
 
 def _written(recipe: dict[str, Any]) -> Path:

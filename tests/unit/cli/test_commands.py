@@ -26,10 +26,10 @@ from trtpipe.pipeline.store.store import Store
 
 COMMANDS = [
     "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
-    "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan",
-    "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect",
-    "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config",
-    "completion",
+    "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "lora", "compare", "prove", "bench",
+    "plan", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
+    "inspect", "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
+    "config", "completion",
 ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_every_command_has_help(run: Run, command: str) -> None:
     assert done.status == 0
     assert done.out.startswith(f"Usage: trtpipe {command} ")
     examples = re.findall(r"^    (?:\w+=\S+ )?trtpipe ", done.out, re.MULTILINE)
-    assert len(examples) == {"deploy": 0, "completion": 3}.get(command, 2)
+    assert len(examples) == {"deploy": 0, "lora": 0, "completion": 3}.get(command, 2)
     assert run(command, "-h").out == run("help", command).out == done.out
 
 

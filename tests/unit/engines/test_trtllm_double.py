@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import factories
 from tests.support.doubles import trtllm_build
-from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
+from tests.support.factories import MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.convert import convert
@@ -375,13 +375,24 @@ def test_a_qwen_is_built_and_not_without_its_type(tmp_path: Path, capsys: Output
     assert refusal(capsys, source) == "AttributeError: 'QWenConfig' object has no attribute 'qwen_type'"
 
 
+def test_a_phi3_is_built_with_its_windows(tmp_path: Path, capsys: Output) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    hf = hf_folder(tmp_path / "hf", tokenizer=False, **PHI3, sliding_window=64)
+    convert(hf, source, dtype=None, mapping=Mapping(tp_size=4))
+    assert build(source) == 0
+    assert "Implicitly setting Phi3Config.rotary_pct = 1.0" in capsys.readouterr().out
+    config = json.loads((source.parent / "engine" / "config.json").read_text())["pretrained_config"]
+    assert config["runtime_defaults"] == {"max_attention_window": [64]}
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({"architecture": "Qwen9ForCausalLM"}, "KeyError: 'Qwen9ForCausalLM'"),
         ({"architecture": "GraniteForCausalLM"}, "ContractError: the double does not know GraniteForCausalLM"),
         ({"architecture": "MixtralForCausalLM"},
-         "ContractError: hidden_act is silu, that of experts is swiglu"),
+         "ContractError: hidden_act is silu, that of one matrix is swiglu"),
         ({"dtype": "auto"}, "AssertionError: Unsupported dtype: auto"),
         ({"hidden_act": "gelu"}, "ContractError: hidden_act is gelu, Llama's is silu"),
         ({"position_embedding_type": "learned_absolute"},

@@ -51,6 +51,7 @@ from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.gateway import process, upstream
 from trtpipe.pipeline.gateway.app import build
 from trtpipe.pipeline.gateway.failure import Failure, of_status, of_text
+from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
 from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
@@ -503,7 +504,13 @@ def test_completions_refuse_what_they_cannot_do(folder: Path) -> None:
             ({"prompt": [5, 9999]}, "prompt"),
             ({"prompt": [-5]}, "prompt"),
             ({"prompt": "x", "suffix": "y"}, "suffix"),
-            ({"prompt": "x", "echo": True}, "echo"),
+            ({"prompt": "x", "echo": True, "logprobs": 1, "temperature": 0}, "echo"),
+            ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+            ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias.x"),
+            ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias.-1"),
+            ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias.9999"),
+            ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5"),
+            ({"prompt": "x", "logit_bias": {"5": 1}, "logprobs": 1, "temperature": 0}, "logprobs"),
             ({"prompt": "x", "best_of": 2}, "best_of"),
             ({"prompt": "x", "logprobs": 2}, "logprobs"),
             ({"prompt": "x", "messages": []}, "messages"),
@@ -552,6 +559,59 @@ def test_every_served_name_is_answered_under_the_first(folder: Path) -> None:
 
     more = (ServedModel(name="other", tokenizer=folder, aliases=("o2",)),)
     ask(saying(folder, "x"), folder, scenario, model={"aliases": ("gpt-4o",)}, more=more)
+
+
+@pytest.mark.loopback
+def test_adapters_are_models_of_their_own_which_come_and_go(folder: Path, tmp_path: Path) -> None:
+    """A request's adapter reaches Triton by its number; the worker and its prompt process look into the same folder."""
+    adapters = tmp_path / "lora"
+
+    def add(number: int, name: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter.json").write_text(json.dumps({"name": name, "rank": 8}))
+        (tmp_path / name).rename(adapters / str(number))
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        triton.inputs = [*INPUTS, "lora_task_id"]
+
+        async def listed() -> list[tuple[str, str | None]]:
+            models = (await client.get("/v1/models")).json()["data"]
+            return [(model["id"], model.get("parent")) for model in models]
+
+        async def asked(model: str) -> tuple[str, bytes | None]:
+            answer = (await client.post(CHAT, json={**chat(), "model": model})).json()
+            return answer["model"], triton.asked[-1].raw.get("lora_task_id")
+
+        assert await listed() == [("llama", None), ("gpt-4o", None)]
+        add(7, "fr")
+        add(2**31 - 1, "de.2-x")
+        assert await listed() == [
+            ("llama", None), ("llama:de.2-x", "llama"), ("llama:fr", "llama"),
+            ("gpt-4o", None), ("gpt-4o:de.2-x", "gpt-4o"), ("gpt-4o:fr", "gpt-4o"),
+        ]  # fmt: skip
+        assert await asked("llama:fr") == ("llama:fr", struct.pack("<Q", 7))
+        assert await asked("gpt-4o:de.2-x") == ("llama:de.2-x", struct.pack("<Q", 2**31 - 1))
+        assert await asked("llama") == ("llama", None)
+        assert (await client.get("/v1/models/llama:fr")).json()["parent"] == "llama"
+        (adapters / "7").rename(tmp_path / "gone")
+        count = len(triton.asked)
+        for name in ("llama:fr", "llama:", ":fr", "llama:fr:fr", "fr"):
+            answer = await client.post(CHAT, json={**chat(), "model": name})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert len(triton.asked) == count
+        triton.inputs = INPUTS
+
+    adapters.mkdir()
+    script = saying(folder, "x")
+    ask(script, folder, scenario, model={"aliases": ("gpt-4o",), "adapters": adapters})
+
+
+def test_an_adapter_may_not_have_the_name_of_a_model(folder: Path) -> None:
+    models = (ServedModel(name="llama", tokenizer=folder), ServedModel(name="llama:fr", tokenizer=folder))
+    options = GatewayOptions(models=models, grpc_url="127.0.0.1:1")
+    require_free(options, ("llama",), "de")
+    with pytest.raises(UsageError, match="a model is called llama:fr, as llama with its adapter fr would be"):
+        require_free(options, ("llama",), "fr")
 
 
 @pytest.mark.loopback

@@ -56,7 +56,14 @@ def test_the_often_quoted_cache_of_llama2_70b_is_that_of_a_model_without_grouped
 @pytest.mark.parametrize(
     ("name", "parameters"),
     # As Hugging Face counts them: a Qwen 2.5 with its biases, a Qwen 3 with the norms of its heads.
-    [("llama3-8b", 8_030_261_248), ("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360)],
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-8b", 8_190_735_360),
+        ("phi3-mini-4k", 3_821_079_552),
+        ("phi3-medium-4k", 13_960_238_080),
+        ("phi4", 14_659_507_200),
+    ],
 )
 def test_weights_are_the_parameters(name: str, parameters: int) -> None:
     assert rank_bytes(find_shape(name)[1], BF16, Mapping(), UNQUANTIZED) == 2 * parameters

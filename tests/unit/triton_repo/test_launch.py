@@ -40,3 +40,14 @@ def test_the_time_to_the_first_response_is_published_by_the_rank_that_answers() 
     words = server_command(replace(OPTIONS, histograms=True), world_size=2)
     assert [word for word in words if "metrics-config" in word] == ["--metrics-config=histogram_latencies=true"]
     assert words.index("--metrics-config=histogram_latencies=true") < words.index(":")
+
+
+def test_the_first_rank_alone_sends_spans_and_only_of_requests_that_bring_a_trace() -> None:
+    words = server_command(replace(OPTIONS, traces_url="http://collector:4318/v1/traces"), world_size=2)
+    assert [word for word in words if word.startswith("--trace")] == [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=level=TIMESTAMPS",
+        "--trace-config=rate=0",
+        "--trace-config=opentelemetry,url=http://collector:4318/v1/traces",
+        "--trace-config=opentelemetry,resource=service.name=triton",
+    ]

@@ -142,9 +142,9 @@ ROWS: list[tuple[str, str | Change, str, Verdict, object, str]] = [
      "no beam search"),
     ("decoding_mode", "medusa", VLLM, REPLACED, None, "no speculative decoding"),
     ("lookahead_window_size", "5", VLLM, LOST, None, "no speculative decoding"),
-    ("lora_prefetch_dir", "/adapters", VLLM, LOST, None, "vllm itself calls it enable-lora"),
-    ("guided_decoding_backend", "xgrammar", LLM, LOST, None,
-     "itself calls it guided_decoding_backend"),
+    ("lora_prefetch_dir", "/adapters", VLLM, REPLACED, None, "`trtpipe build --lora` takes"),
+    ("lora_cache_max_adapter_size", "16", LLM, REPLACED, None, "own cache of adapters"),
+    ("guided_decoding_backend", "xgrammar", LLM, REPLACED, None, "guided decoding is on"),
     ("gpu_device_ids", "0,1", VLLM, REPLACED, None, "--gpus"),
     ("my_own", "7", VLLM, LOST, None, "no model of TensorRT-LLM reads it"),
     ("max_batch_size", edit("tensorrt_llm", "max_batch_size: 8", "max_batch_size: 64"), VLLM, CHANGED, 8,
@@ -184,7 +184,7 @@ def test_a_parameter(
         ("gather_context_logits", True, "vllm", LOST, None, "not returned"),
         ("speculative_decoding_mode", 4, "vllm", LOST, None, "speculative-config"),
         ("max_prompt_embedding_table_size", 16, "vllm", LOST, None, "prompt tables"),
-        ("plugin_config.lora_plugin", "auto", "trtllm_pytorch", LOST, None, "enable_lora"),
+        ("plugin_config.lora_plugin", "auto", "trtllm_pytorch", CARRIED, "auto", ""),
         ("plugin_config.gemm_plugin", "fp8", "vllm", REPLACED, None, "kernels"),
     ],
 )
@@ -219,7 +219,7 @@ def test_requests_of_clients(nvidia: Path) -> None:
     lost = [row.setting for row in found.values() if row.place == "requests" and row.verdict is LOST]
     assert lost == [
         "bad_words", "return_context_logits", "return_generation_logits", "beam_width", "prompt_embedding_table",
-        "lora_task_id", "lora_weights", "guided_decoding_guide", "image_input", "image_bytes_input", "image_url_input",
+        "lora_weights", "image_input", "image_bytes_input", "image_url_input",
         "video_bytes_input", "num_draft_tokens", "use_draft_logits",
     ]  # fmt: skip
 

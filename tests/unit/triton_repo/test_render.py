@@ -75,6 +75,7 @@ def test_the_tree_is_what_triton_loads(engine: Engine, tokenizer: Path, out: Pat
         "tensorrt_llm/1/config.json",
         "tensorrt_llm/1/passport.json",
         "tensorrt_llm/1/rank0.safetensors",
+        "tensorrt_llm/1/xgrammar_tokenizer_info.json",
         "tensorrt_llm/config.pbtxt",
         "tensorrt_llm_bls/1/model.py",
         "tensorrt_llm_bls/1/trtpipe_text.py",
@@ -103,8 +104,12 @@ def test_options_reach_the_backend_in_the_spelling_it_reads(engine: Engine, toke
     assert values["batch_scheduler_policy"] == "max_utilization"
     assert values["max_tokens_in_paged_kv_cache"] == "4096"
     assert values["enable_kv_cache_reuse"] == "false"
-    # The backend looks these up without a default: absent, the model fails to load.
-    assert {"tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path"} <= values.keys()
+    assert values["guided_decoding_backend"] == "xgrammar"
+    assert values["xgrammar_tokenizer_info_path"] == "/models/tensorrt_llm/1/xgrammar_tokenizer_info.json"
+    info = json.loads((out / "tensorrt_llm" / "1" / "xgrammar_tokenizer_info.json").read_text())
+    assert info["encoded_vocab"][:3] == ["<s>", "</s>", "!"]
+    assert info["stop_token_ids"] == [1]
+    assert json.loads(info["tokenizer_str"])["model"]["type"] == "BPE"
     pre = config(repository, "preprocessing")
     assert pre.parameters["tokenizer_dir"].string_value == "/models/preprocessing/1/tokenizer"
 
@@ -218,6 +223,7 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
         "enable_chunked_prefill": True,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         "enable_iter_perf_stats": True,
+        "guided_decoding_backend": "xgrammar",
         "triton_config": {
             "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
             "max_queue_size": 0,

@@ -40,21 +40,17 @@ UNSUPPORTED_INPUTS = (
     "prompt_embedding_table",
     "cross_attention_mask",
     "mrope_rotary_cos_sin",
-    "lora_task_id",
     "lora_weights",
     "context_phase_params",
-    "guided_decoding_guide",
     "lookahead_window_size",
 )
 UNSUPPORTED_PARAMETERS = (
     "encoder_model_path",
     "max_attention_window_size",
     "sink_token_length",
-    "guided_decoding_backend",
     "medusa_choices",
     "eagle_choices",
     "lookahead_window_size",
-    "lora_prefetch_dir",
 )
 
 
@@ -307,6 +303,7 @@ class _Answer:
                 "log_probs",
                 "context_logits",
                 "generation_logits",
+                "prompt_log_probs",
                 "perf_metrics",
                 "num_input_tokens",
                 "num_output_tokens",
@@ -363,7 +360,7 @@ class _Sequence:
         self.prompt = prompt
         self.cancelled = False
         self.tokens, self.log_probs, self.logits = [], [], []
-        self.context_logits = None
+        self.context_logits = self.prompt_log_probs = None
         self.count = 0  # tokens sent
         self.generated = 0  # tokens received from the engine
         self.arrival = time.monotonic_ns()
@@ -372,7 +369,8 @@ class _Sequence:
 
     def extend(self, entry, blob):
         now = time.monotonic_ns()
-        self.first_scheduled = self.first_scheduled or now
+        # The time of the engine process, which has this machine's clock; 0 from a runtime that does not know it.
+        self.first_scheduled = self.first_scheduled or entry.get("scheduled_ns", 0)
         if entry["tokens"]:
             self.first_token = self.first_token or now
             self.last_token = now
@@ -383,12 +381,16 @@ class _Sequence:
         self.cum_log_prob = entry.get("cum_log_prob", 0.0)
         if "context_logits" in entry:
             self.context_logits = _logits(entry["context_logits"], blob)
+        if "prompt_log_probs" in entry:
+            offset, rows, width = entry["prompt_log_probs"]
+            values = np.frombuffer(blob, np.float32, count=rows * width, offset=offset).reshape(rows, width)
+            self.prompt_log_probs = values, np.frombuffer(blob, np.int32, count=width, offset=offset + values.nbytes)
         if "generation_logits" in entry:
             self.logits.append(_logits(entry["generation_logits"], blob))
         finished = bool(entry["finish"])
         if finished or (self.answer.streaming and self.tokens):
             self.answer.send(self._tensors(), finished)
-            self.tokens, self.log_probs, self.logits = [], [], []
+            self.tokens, self.log_probs, self.logits, self.prompt_log_probs = [], [], [], None
 
     def _tensors(self):
         """Every tensor this response can carry; the batch dimension is 1."""
@@ -412,6 +414,9 @@ class _Sequence:
             out["context_logits"] = self.context_logits[None]
         if flags["generation_logits"] and self.logits:
             out["generation_logits"] = np.concatenate(self.logits)[None, None]
+        if self.prompt_log_probs is not None:
+            values, likeliest = self.prompt_log_probs
+            out["prompt_log_probs"], out["prompt_likeliest"] = values[None], likeliest[None]
         if flags["num_input_tokens"]:
             out["num_input_tokens"] = np.array([[len(self.prompt)]], np.int32)
         if flags["num_output_tokens"]:
@@ -502,11 +507,16 @@ def _engine(parameters, model_repository, max_queue_size):
         "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
         "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
     }
+    if parameters.get("guided_decoding_backend"):
+        options["guided_decoding"] = _guided_decoding(parameters, Path(model_repository).parent)
     tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
     if tokens.isdigit():
         options["kv_cache_tokens"] = int(tokens)
     if parameters.get("kv_cache_free_gpu_mem_fraction"):
         options["kv_cache_free_gpu_mem_fraction"] = float(parameters["kv_cache_free_gpu_mem_fraction"])
+    if parameters.get("lora_prefetch_dir"):
+        # Not only at the start: the engine process looks into the folder at each request that names an adapter.
+        options["adapters"] = str(Path(model_repository).parent / parameters["lora_prefetch_dir"])
     passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
     if passport["sm"] is None:
         options["device"] = "cpu"
@@ -514,6 +524,19 @@ def _engine(parameters, model_repository, max_queue_size):
         # Not from config.json, which says it of compiled engines alone.
         options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size
     return Engine(folder, options)
+
+
+def _guided_decoding(parameters, root):
+    """Paths of what guided decoding needs, by the name of the runtime's option; as in the C++ backend, xgrammar is the
+    only kind."""
+    if parameters["guided_decoding_backend"] != "xgrammar":
+        raise pb_utils.TritonModelException("guided_decoding_backend must be xgrammar")
+    found = {}
+    for option, name in (("tokenizer_info", "xgrammar_tokenizer_info_path"), ("tokenizer_dir", "tokenizer_dir")):
+        found[option] = str(root / parameters.get(name, ""))
+        if not parameters.get(name) or not Path(found[option]).exists():
+            raise pb_utils.TritonModelException(f"{name} '{parameters.get(name, '')}' is not there")
+    return found
 
 
 def _message(request, ids, length, row, copy):
@@ -539,13 +562,30 @@ def _message(request, ids, length, row, copy):
         "end_id": _scalar(request, "end_id", None, row),
         "stop_words": _unpack_words(request, "stop_words_list", row),
         "bad_words": _unpack_words(request, "bad_words_list", row),
+        "adapter": _scalar(request, "lora_task_id", 0, row),
         "return_log_probs": bool(_scalar(request, "return_log_probs", False, row)),
         "return_context_logits": bool(_scalar(request, "return_context_logits", False, row)),
         "return_generation_logits": bool(_scalar(request, "return_generation_logits", False, row)),
+        "return_prompt_log_probs": bool(_scalar(request, "return_prompt_log_probs", False, row)),
+        "guide": _guide(request, row),
     }
     if bias is None or not bias.size:
         return message, b""
     return message, np.ascontiguousarray(bias.reshape(-1, bias.shape[-1])[row], dtype=np.float32).tobytes()
+
+
+def _guide(request, row):
+    """The guide of guided decoding; None without one."""
+    kind = _scalar(request, "guided_decoding_guide_type", b"", row)
+    text = _scalar(request, "guided_decoding_guide", b"", row)
+    if not kind:
+        if text:
+            raise _Refused("guided_decoding_guide needs guided_decoding_guide_type")
+        return None
+    try:
+        return {"kind": kind.decode("utf-8"), "text": text.decode("utf-8")}
+    except UnicodeDecodeError:
+        raise _Refused("guided_decoding_guide is no UTF-8") from None
 
 
 def _unpack_words(request, name, row):
@@ -573,7 +613,8 @@ def _scalar(request, name, default, row=0):
     if array is None or not array.size:
         return default
     flat = array.reshape(-1)
-    return flat[min(row, len(flat) - 1)].item()
+    value = flat[min(row, len(flat) - 1)]
+    return value.item() if hasattr(value, "item") else value  # a text is no number of numpy's
 
 
 def _boolean(parameters, name, default):

@@ -31,6 +31,9 @@ SAMPLING = {
     "sampling_param_best_of": ("best_of", int),
 }
 
+# Type of a guide -> name in GuidedDecodingParams.
+GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar", "structural_tag": "structural_tag"}
+
 # Label -> value, from the statistics of a step.
 REQUESTS = {
     "active": lambda step, batch: step["numActiveRequests"],
@@ -80,8 +83,10 @@ BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
 class TritonPythonModel:
     def initialize(self, args):
         from tensorrt_llm import LLM, SamplingParams
+        from tensorrt_llm.llmapi import GuidedDecodingParams
 
-        self.sampling_params = SamplingParams
+        self.sampling_params, self.guided_decoding_params = SamplingParams, GuidedDecodingParams
+        self.adapters = _adapters(Path(__file__).parent / "lora")
         settings = yaml.safe_load((Path(__file__).parent / "model.yaml").read_text(encoding="utf-8"))
         triton = settings.pop("triton_config")
         self.decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
@@ -151,7 +156,8 @@ class TritonPythonModel:
         if streaming and not self.decoupled:
             raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
         prompt, wanted = _prompt(request), set(request.requested_output_names())
-        answer = self.llm.generate_async(prompt, self._sampling(request, wanted), streaming=streaming)
+        sampling, adapter = self._sampling(request, wanted), self._adapter(request)
+        answer = self.llm.generate_async(prompt, sampling, lora_request=adapter, streaming=streaming)
         watch = asyncio.create_task(self._watch(sender, answer))
         finished = False
         try:
@@ -180,6 +186,14 @@ class TritonPythonModel:
                 answer.abort()
                 return
 
+    def _adapter(self, request):
+        name = _value(request, "lora_name")
+        if name is None:
+            return None
+        if name.decode("utf-8") not in self.adapters:
+            raise ValueError(f"no adapter is called '{name.decode('utf-8')}'")
+        return self.adapters[name.decode("utf-8")]
+
     def _sampling(self, request, wanted):
         chosen = {}
         for name, (theirs, kind) in SAMPLING.items():
@@ -197,8 +211,18 @@ class TritonPythonModel:
             chosen["stop_token_ids"] = ends.tolist()
         if _value(request, "return_log_probs", False):
             chosen["logprobs"] = 1
+        kind = _value(request, "guided_decoding_guide_type", b"").decode("utf-8")
+        if kind:
+            chosen["guided_decoding"] = self._guided_decoding(kind, _value(request, "guided_decoding_guide", b""))
         # Text that nobody asks for would be made for nothing.
         return self.sampling_params(**chosen, detokenize="text_output" in wanted)
+
+    def _guided_decoding(self, kind, guide):
+        if kind == "json":
+            return self.guided_decoding_params(json_object=True)
+        if kind not in GUIDES:
+            raise ValueError(f"guided_decoding_guide: no type of a guide is called '{kind}'")
+        return self.guided_decoding_params(**{GUIDES[kind]: guide.decode("utf-8")})
 
     async def _report(self):
         """Publish the engine's statistics as metrics while the model is loaded."""
@@ -272,6 +296,20 @@ class _Metrics:
         if number != before:
             metric.set(number)
             self.gauges[label, value][1] = number
+
+
+def _adapters(folder):
+    """Requests of the LLM API by the names of the adapters beside this file, whose folders have their numbers."""
+    if not folder.is_dir():
+        return {}
+    from tensorrt_llm.executor.request import LoRARequest
+
+    out = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.isdigit():
+            name = json.loads((path / "adapter.json").read_text(encoding="utf-8"))["name"]
+            out[name] = LoRARequest(name, int(path.name), str(path.resolve()))
+    return out
 
 
 def _prompt(request):

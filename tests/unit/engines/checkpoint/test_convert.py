@@ -102,6 +102,15 @@ def reassembled(ranks: list[Tensors], source: Path, *, tp: int, pp: int, ep: int
                 parts_of = [{name: rank[f"{ours}mlp.{name}.weight"] for name in MOE} for rank in group]
                 out |= experts(parts_of, theirs, EXPERTS[model.architecture], ep)
                 continue
+            if model.architecture == "Phi3ForCausalLM":
+                names = [f"{theirs}self_attn.{name}_proj.weight" for name in ("q", "k", "v")]
+                out[f"{theirs}self_attn.qkv_proj.weight"] = np.concatenate([out.pop(name) for name in names])
+                halves = [np.split(rank[f"{ours}mlp.fc.weight"], 2) for rank in group]
+                up, gate = (np.concatenate(parts) for parts in zip(*halves, strict=True))
+                out[f"{theirs}mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
+                parts = [rank[f"{ours}mlp.proj.weight"] for rank in group]
+                out[f"{theirs}mlp.down_proj.weight"] = np.concatenate(parts, axis=1)
+                continue
             for a, b, axis in (("fc", "gate_proj", 0), ("gate", "up_proj", 0), ("proj", "down_proj", 1)):
                 parts = [rank[f"{ours}mlp.{a}.weight"] for rank in group]
                 out[f"{theirs}mlp.{b}.weight"] = np.concatenate(parts, axis=axis)

@@ -410,7 +410,7 @@ def test_experts_that_are_not_sound(place: str, changed: dict[str, int], line: s
     ("changed", "line"),
     [
         ({"moe": None}, "config.json lacks moe"),
-        ({"hidden_act": "silu"}, "config.json: hidden_act is 'silu', that of experts is swiglu"),
+        ({"hidden_act": "silu"}, "config.json: hidden_act is 'silu', not swiglu"),
     ],
 )
 def test_a_mixtral_without_experts(changed: dict[str, Any], line: str) -> None:

@@ -49,7 +49,8 @@ def test_a_restored_checkpoint_equals_its_source(
     case: tuple[dict[str, Any], Mapping], tied: bool, embedding: EmbeddingSharding
 ) -> None:
     overrides, mapping = case
-    if embedding is EmbeddingSharding.HIDDEN:
+    # A Phi-3's is what its heads make, which ranks share already.
+    if embedding is EmbeddingSharding.HIDDEN and overrides.get("model_type") != "phi3":
         overrides["hidden_size"] *= mapping.tp_size
     with tempfile.TemporaryDirectory() as scratch:
         source = hf_folder(Path(scratch, "hf"), tokenizer=False, tie_word_embeddings=tied, **overrides)

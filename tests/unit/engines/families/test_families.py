@@ -110,6 +110,7 @@ def test_it_is_unknown_without_the_module(tmp_path: Path) -> None:
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",

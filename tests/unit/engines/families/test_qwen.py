@@ -34,6 +34,7 @@ def parsed(**overrides: Any) -> ModelConfig:
         ({**QWEN3, "model_type": "qwen2"}, "model_type is 'qwen2': a Qwen3ForCausalLM's is 'qwen3'"),
         ({**QWEN2, "hidden_act": "gelu"}, "hidden_act is 'gelu': a Qwen2ForCausalLM of TensorRT-LLM computes silu"),
         ({**QWEN2, **WINDOW, "max_window_layers": "all"}, "max_window_layers is 'all', not a number of layers"),
+        ({**QWEN2, **WINDOW, "layer_types": ["sliding_attention"]}, "layer_types is not a list of 2 kinds of"),
         (
             {**QWEN2, **WINDOW, "max_window_layers": 0, "sliding_window": -1},
             "sliding_window is -1, not a positive whole number",
@@ -120,26 +121,27 @@ def test_a_checkpoint_that_tensorrt_llm_cannot_load_is_told(
 
 
 @pytest.mark.parametrize(
-    ("changes", "window"),
+    ("changes", "windows", "notice"),
     [
-        ({"sliding_window": 64}, None),  # not used
-        ({**WINDOW, "max_window_layers": 0}, 64),
-        ({**WINDOW, "max_window_layers": 1}, 64),
-        ({**WINDOW, "max_window_layers": 2}, None),  # there are two layers
-        (WINDOW, None),  # from layer 28 on
-        ({**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-        ({**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 64}, (), ""),  # not used
+        ({**WINDOW, "max_window_layers": 0}, (64,), "the model attends"),
+        ({**WINDOW, "max_window_layers": 1}, (256, 64), "some layers attend"),
+        ({**WINDOW, "max_window_layers": 2}, (), ""),  # there are two layers
+        (WINDOW, (), ""),  # from layer 28 on
+        ({**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (64, 256), "some layers attend"),
+        ({**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, (), ""),
+        ({**WINDOW, "sliding_window": 256, "max_window_layers": 0}, (), ""),  # no sequence is longer
     ],
 )
 @pytest.mark.parametrize("qwen", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_a_sliding_window_is_told_where_a_layer_has_one(
-    qwen: dict[str, Any], changes: dict[str, Any], window: int | None
+    qwen: dict[str, Any], changes: dict[str, Any], windows: tuple[int, ...], notice: str
 ) -> None:
-    model = parsed(**qwen, **changes)
-    assert model.sliding_window == window
+    model = parsed(**{**qwen, **changes})
+    assert model.attention_windows == windows
     notices = family_of(model).notices(model)
-    assert [line[:56] for line in notices] == ["some layers attend within a sliding window of 64 tokens,"] * bool(
-        window
+    assert [line.partition(" of 64 tokens")[0] for line in notices] == [f"{notice} within a sliding window"] * bool(
+        windows
     )
 
 

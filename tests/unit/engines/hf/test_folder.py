@@ -134,7 +134,8 @@ def test_scaling_is_kept_as_it_stands(folder: Path) -> None:
         ({"rope_parameters": []}, "rope_parameters is not an object"),
         ({"rope_theta": "big"}, "rope_theta is 'big', not a positive number"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: TensorRT-LLM's models of this kind rotate"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: models that rotate a part of each head are"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
 )  # fmt: skip
@@ -317,7 +318,7 @@ def test_a_tied_model_may_lack_its_head(tmp_path: Path) -> None:
     assert read_model_config(tied).tie_word_embeddings
 
 
-def test_a_sliding_window_is_told_since_a_checkpoint_cannot_carry_it(tmp_path: Path) -> None:
+def test_a_sliding_window_is_told_where_it_is_narrower_than_a_sequence(tmp_path: Path) -> None:
     from trtpipe.engines.families.mistral import FAMILY
 
     narrow = read_model_config(hf_folder(tmp_path / "a", architectures=["MistralForCausalLM"], sliding_window=64))

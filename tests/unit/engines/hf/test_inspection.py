@@ -45,7 +45,7 @@ def quantized(source: Path, out: Path, quantization: Quantization, form: str = "
 
     def found() -> LayerScales:
         ffn = model.experts.intermediate_size if model.experts else model.intermediate_size
-        own = {names.o: model.num_attention_heads * model.head_size, **{down: ffn for _, _, down in names.mlps}}
+        own = {names.o: model.num_attention_heads * model.head_size, **{down: ffn for *_, down in names.mlps}}
         widths = {name: own.get(name, model.hidden_size) for name in names.linears}
         linears = {
             name: LinearScales(input_amax=torch.ones(()), smooth=torch.ones(width)) for name, width in widths.items()

@@ -44,6 +44,11 @@ CASES = {
 UNLOADABLE = ("int8-wo", "fp8-block")
 
 
+def exported_for_trtllm() -> list[tuple[str, str]]:
+    """The families and cases of which ModelOpt writes a checkpoint; it has none of a Phi-3."""
+    return [(family, case) for family in ("", "qwen2", "qwen3") for case in CASES if case not in UNLOADABLE]
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model, and in it others: for a case of its name, and of other families."""
@@ -53,6 +58,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", "llama", 128, 256, 3), ("fp8-block", "llama", 256, 320, 1),
         ("qwen2", "qwen2", 128, 256, 1), ("qwen2/fp8-block", "qwen2", 256, 320, 1),
         ("qwen3", "qwen3", 128, 256, 1), ("qwen3/fp8-block", "qwen3", 256, 320, 1),
+        ("phi3", "phi3", 128, 256, 1), ("phi3/fp8-block", "phi3", 256, 320, 1),
     ):  # fmt: skip
         # Heads as wide as a block, and more of them than hidden_size has room for.
         wide = {"head_dim": 128} if family == "qwen3" else {}
@@ -115,7 +121,7 @@ def theirs(
         recipe["quant_cfg"] += caches[quantization.kv_cache_quant_algo]["quant_cfg"]
     mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
     out = tmp_path_factory.mktemp("modelopt")
-    if case not in UNLOADABLE:
+    if (family, case) in exported_for_trtllm():
         kind = "qwen" if family else "llama"
         export_tensorrt_llm_checkpoint(
             copy.deepcopy(model), kind, torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
@@ -125,17 +131,17 @@ def theirs(
 
 
 # What differs from a Llama is the same in all cases, so that most of them are slow tests.
-QUICK = [("qwen2", "fp8-kv"), ("qwen3", "int4-awq")]
+QUICK = [("qwen2", "fp8-kv"), ("qwen3", "int4-awq"), ("phi3", "fp8-kv")]
 
 
 @pytest.mark.parametrize(
     ("theirs", "form"),
     [
         pytest.param((family, case), form, marks=[pytest.mark.slow] if family and (family, case) not in QUICK else [])
-        for family in ("", "qwen2", "qwen3")
+        for family in ("", "qwen2", "qwen3", "phi3")
         for case in CASES
         for form in ("trtllm", "hf")
-        if form == "hf" or case not in UNLOADABLE
+        if form == "hf" or (family, case) in exported_for_trtllm()
     ],
     indirect=["theirs"],
     scope="module",

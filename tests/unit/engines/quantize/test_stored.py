@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.factories import MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, hf_folder
+from tests.support.factories import MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import SIZES, stored_folder
 from tests.unit.engines.hf.test_inspection import quantized
 from trtpipe.engines.base import Mapping
@@ -25,7 +25,7 @@ from trtpipe.engines.quantize.stored_worker import work
 KV = KvCacheQuantAlgo.FP8
 
 
-@pytest.fixture(scope="module", params=[{}, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=[{}, QWEN2, QWEN3, PHI3], ids=["llama", "qwen2", "qwen3", "phi3"])
 def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose linears are FP8 numbers with one scale, a power of two: every way of rounding them is the same."""
     folder = hf_folder(tmp_path_factory.mktemp("exact") / "hf", **SIZES, **request.param)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtpipe.engines.reference.cache import ROOT, BlockPool, chain_digest
+from trtpipe.engines.reference.cache import BlockPool, chain_digest, root
 
 
 def chain(tokens: list[int], size: int) -> list[bytes]:
     out: list[bytes] = []
     for end in range(size, len(tokens) + 1, size):
-        out.append(chain_digest(out[-1] if out else ROOT, tokens[end - size : end]))
+        out.append(chain_digest(out[-1] if out else root(0), tokens[end - size : end]))
     return out
 
 

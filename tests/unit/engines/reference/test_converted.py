@@ -130,6 +130,11 @@ CASES: dict[str, Case] = {
     "mixtral, whole experts": Case(family="mixtral", tp=4, ep=4, stored=torch.bfloat16),
     "qwen3_moe, groups of experts": Case(family="qwen3_moe", config=MOE, tp=4, ep=2, pp=2),
     "qwen3_moe, shares that do not sum to 1": Case(family="qwen3_moe", config={**MOE, "norm_topk_prob": False}),
+    "phi3": Case(family="phi3"),
+    "phi3, tied, more ranks than kv heads, shards": Case(
+        family="phi3", config={"tie_word_embeddings": True}, tp=4, shard_size="10KB"
+    ),
+    "phi3, heads of their own, from bfloat16": Case(family="phi3", config=MHA, stored=torch.bfloat16, tp=2),
     "biases, more ranks than kv heads": Case(config={"attention_bias": True}, tp=4),
     "biases, narrow heads, stages": Case(config={"attention_bias": True, **NARROW}, tp=2, pp=2),
     "tied, tp 4": Case(config={"tie_word_embeddings": True}, tp=4),

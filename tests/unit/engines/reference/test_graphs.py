@@ -93,3 +93,27 @@ def test_filled_up_it_computes_the_same_and_so_it_does_where_the_cache_lies(
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0], atol=1e-5, rtol=1e-5)
     assert logits[0].std() > 0.03
+
+
+def test_filled_up_it_computes_the_windows_of_the_layers(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    source = hf_folder(tmp_path / "hf", architectures=["MistralForCausalLM"], sliding_window=4)
+    convert(source, tmp_path / "out", dtype=DataType.FLOAT32, mapping=Mapping())
+    config = read_config(tmp_path / "out")
+    prompts, blocks = [[3, 1, 4], [5, 3, 5, 8, 9, 7, 9, 3, 2]], [[7], [11, 4, 0]]
+
+    def decoded(windows: tuple[int, ...], *, filled: bool) -> torch.Tensor:
+        one = replace(config, attention_windows=windows)
+        weights = load_weights(tmp_path / "out", one, torch.float32)
+        model = Model(one, weights, max_positions=64, num_blocks=BLOCKS, tokens_per_block=BLOCK)
+        model.forward([Span(prompt, 0, own, 0) for prompt, own in zip(prompts, blocks, strict=True)])
+        if filled:
+            return model.decode(fill_up([10, 11], [3, 9], blocks, BLOCK, spare=BLOCKS))[:2]
+        return model.forward([Span([10 + i], len(prompts[i]), blocks[i], 1) for i in range(2)])
+
+    for windows in ((4,), (64, 4)):
+        wanted = decoded(windows, filled=False)
+        torch.testing.assert_close(decoded(windows, filled=True), wanted, atol=1e-5, rtol=1e-5)
+        # The first sequence has four tokens, and the window holds all of them.
+        near = [torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, decoded((), filled=False), strict=True)]
+        assert near == [True, False]

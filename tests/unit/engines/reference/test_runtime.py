@@ -301,6 +301,24 @@ def test_greedy_tokens_under_preemption(
     assert runtime.stats()["kv_used_blocks"] == 0
 
 
+def test_log_probs_of_prompts_in_parts_and_beside_a_cached_one(
+    models: Callable[[str], tuple[Path, Any]], small_steps: Path
+) -> None:
+    runtime = Runtime(small_steps, enable_chunked_context=True)
+    run(runtime, Request(id="before", prompt=PROMPTS[2], max_tokens=1))
+    requests = [Request(id=i, prompt=p, max_tokens=2, return_prompt_log_probs=True) for i, p in enumerate(PROMPTS)]
+    for prompt, outputs in zip(PROMPTS, run(runtime, *requests).values(), strict=True):
+        want = models("plain")[1](torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
+        got, likeliest = outputs[0].prompt_log_probs, outputs[0].prompt_likeliest
+        assert got is not None
+        assert likeliest is not None
+        assert got.shape == (2, len(prompt) - 1)
+        np.testing.assert_allclose(got[0], want.gather(1, torch.tensor([prompt[1:]]).T)[:, 0].detach(), atol=1e-4)
+        np.testing.assert_allclose(got[1], want.max(dim=-1).values.detach(), atol=1e-4)
+        assert likeliest.tolist() == want.argmax(dim=-1).tolist()
+        assert outputs[1].prompt_log_probs is None
+
+
 def test_context_logits_of_prompts_in_parts_and_after_preemption(plain: Path, small_steps: Path) -> None:
     def requests() -> list[Request]:
         return [Request(id=i, prompt=p, max_tokens=NEW, return_context_logits=True) for i, p in enumerate(PROMPTS)]

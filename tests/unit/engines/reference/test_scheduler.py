@@ -266,3 +266,25 @@ def check_step(scheduler: Scheduler, chunks: list[Chunk], batch: int, tokens: in
     held = [block for sequence in scheduler.running for block in sequence.blocks]
     assert all(held.count(block) == 1 for block in written)
     assert scheduler.pool.used == len(set(held))
+
+
+def test_a_prompt_that_another_is_computing_waits_for_it_and_is_computed_once() -> None:
+    scheduler = make(16, tokens=32, reuse=True)
+    add(scheduler, "a", 10, 2)
+    add(scheduler, "same", 10, 2)
+    add(scheduler, "other", 6, 1, first=50)
+    assert play(scheduler) == [("a", 0, 10), ("other", 0, 6)]
+    # Two blocks of four are shared; only the rest is computed.
+    assert play(scheduler) == [("a", 10, 1), ("same", 8, 2)]
+    assert play(scheduler) == [("same", 10, 1)]
+    assert not scheduler.has_work
+
+
+def test_a_prompt_in_parts_keeps_its_like_waiting_until_it_is_whole_or_gone() -> None:
+    scheduler = make(16, tokens=4, reuse=True, chunked=True)
+    add(scheduler, "a", 9, 1)
+    add(scheduler, "same", 9, 1)
+    assert play(scheduler) == [("a", 0, 4)]
+    assert play(scheduler) == [("a", 4, 4)]
+    scheduler.cancel("a")
+    assert play(scheduler) == [("same", 8, 1)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import FP8, Cli, Finished, Served
+from tests.e2e.conftest import CAPITALS, FP8, Cli, Finished, Served
 from trtpipe.configs.facts import CONFIGS
 from trtpipe.engines.hf.safetensors_file import read_header
 
@@ -38,7 +38,7 @@ def whole(request: pytest.FixtureRequest) -> bool:
 def build(whole: bool, request: pytest.FixtureRequest) -> list[str]:
     """`trtpipe build` of FP8 weights and KV cache, as its words."""
     if whole:
-        return ["build", "--model", "smollm2-135m", *FP8]
+        return ["build", "--model", "smollm2-135m", *FP8, "--tasks", str(CAPITALS)]
     words: list[str] = request.getfixturevalue("quantized_build")
     return words
 
@@ -46,8 +46,7 @@ def build(whole: bool, request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="module")
 def run(cli: Cli, build: list[str]) -> Path:
     """The folder of that build."""
-    for stage in ("download", "calibrate", "quantize"):
-        cli.ok(*build, "--until", stage)
+    cli.ok(*build, "--until", "quantize")
     done = cli.ok(*build)
     assert list(reused(done)) == STAGES
     target = done.out.rstrip().rpartition("next: trtpipe serve ")[2]
@@ -69,7 +68,18 @@ def test_an_engine_says_how_it_is_quantized_and_what_that_has_cost(run: Path) ->
     assert 1.0 < accuracy["perplexity_ratio"] < 1.1
     report = json.loads((run / "accuracy" / "accuracy.json").read_text())
     assert {key: report[key] for key in accuracy} == accuracy
-    assert "<svg" in (run / "accuracy" / "accuracy.html").read_text()
+    page = (run / "accuracy" / "accuracy.html").read_text()
+    assert "<svg" in page
+    assert [(one["task"], one["metric"], one["documents"]) for one in accuracy["tasks"]] == [
+        ("capitals", "acc", 16),
+        ("capitals", "acc_norm", 16),
+    ]
+    for one in accuracy["tasks"]:
+        assert f"{one['metric']} of capitals" in page
+        for side in ("original", "quantized"):
+            share = one[side]
+            # Of shares of right and wrong answers the deviation is known.
+            assert one[f"{side}_stderr"] == pytest.approx((share * (1 - share) / 15) ** 0.5)
 
 
 @pytest.mark.slow  # test_several serves the four layers

@@ -1,0 +1,98 @@
+"""LoRA adapters as TensorRT-LLM's C++ backend loads them: an array of weights and one that says what each row is.
+
+model.lora_weights.npy is [1, rows, width] float16: a row is A [rank, in] and then scale * B [out, rank] of one linear,
+each in C order, padded with zeros. model.lora_config.npy is [1, rows, 3] int32: module, layer, rank. Sources:
+hf_lora_convert.py, runtime/loraModule.h and runtime/utils/numpyUtils.cpp of TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtpipe.engines.base import DataType
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.hf.adapter import Adapter, located_pairs
+from trtpipe.engines.hf.folder import LocatedTensor
+from trtpipe.engines.model_config import Geometry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ARRAY_WEIGHTS, ARRAY_CONFIG = "model.lora_weights.npy", "model.lora_config.npy"
+# Last part of a linear's name -> TensorRT-LLM's name of the module. Its gate is up_proj.
+MODULES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_dense",
+    "gate_proj": "mlp_h_to_4h", "down_proj": "mlp_4h_to_h", "up_proj": "mlp_gate",
+}  # fmt: skip
+_ROLES = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
+# Modules that an engine has together or not at all.
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("mlp_h_to_4h", "mlp_gate"))
+
+
+def whole_groups(modules: Iterable[str]) -> tuple[str, ...]:
+    """The modules, and those that TensorRT-LLM wants beside them, sorted: its attention takes adapters of q, k and v
+    together, and its MLP those of both inputs. An adapter need not have them all."""
+    out = set(modules)
+    for group in _TOGETHER:
+        if out.intersection(group):
+            out.update(group)
+    return tuple(sorted(out))
+
+
+def require_type(dtype: DataType) -> None:
+    """Raises UsageError for a model's type in which the C++ backend loads no adapters from a folder."""
+    if dtype is not DataType.FLOAT16:
+        raise UsageError(
+            f"TensorRT-LLM's C++ backend does not serve adapters of a {dtype.value} engine by name",
+            why="it loads a folder of them from NumPy files, which have no such type, and adapters have the engine's",
+            remedy="use --dtype fp16, or --runtime trtllm_pytorch or vllm",
+        )
+
+
+def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
+    """Write both files into `out` and return their bytes. Raises InputDataError for numbers that float16 lacks."""
+    import numpy as np
+
+    rows: list[np.ndarray[Any, Any]] = []
+    facts: list[tuple[int, int, int]] = []
+    for (layer, role), pair in sorted(located_pairs(adapter, model).items()):
+        a, b = _read(pair.a), _read(pair.b) * np.float32(adapter.scale)
+        with np.errstate(over="ignore"):
+            row = np.concatenate([a.ravel(), b.ravel()]).astype(np.float16)
+        if not np.isfinite(row).all():
+            raise InputDataError(
+                f"{adapter.folder}: a matrix of {role} in layer {layer} holds numbers that float16 does not have"
+            )
+        rows.append(row)
+        facts.append((_ROLES[role], layer, adapter.rank))
+    weights = np.zeros((1, len(rows), max(map(len, rows))), np.float16)
+    for index, row in enumerate(rows):
+        weights[0, index, : len(row)] = row
+    np.save(out / ARRAY_WEIGHTS, weights)
+    np.save(out / ARRAY_CONFIG, np.array([facts], np.int32))
+    return weights.nbytes
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Raises InputDataError for an adapter with a number that is none: it would spoil what is computed beside it."""
+    import numpy as np
+
+    for name, pair in adapter.linears.items():
+        if not all(np.isfinite(_read(side)).all() for side in pair):
+            raise InputDataError(f"{adapter.folder}: a matrix of '{name}' holds numbers that are not finite")
+
+
+def _read(tensor: LocatedTensor) -> np.ndarray[Any, Any]:
+    """The matrix in float32."""
+    import numpy as np
+
+    entry = tensor.entry
+    with tensor.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[entry.dtype]
+        flat = np.frombuffer(data[entry.offset : entry.offset + entry.nbytes], stored)
+    if entry.dtype == "BF16":
+        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+    return flat.astype(np.float32).reshape(entry.shape)

@@ -1,0 +1,244 @@
+"""Scores of tasks: multiple choice by likelihood, and exact match of greedy answers, of an original and its quantized
+model.
+
+lm-eval itself is not used: it has no reader of TensorRT-LLM checkpoints or of most quantized folders, and would bring
+a dozen packages for two ways of asking.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.accuracy.scoring import Answers, Continuation, Generation, answer
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.tokenizer import read_tokenizer
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.process import Progress
+from trtpipe.pipeline.accuracy.task_files import Filter, Metric, Task, documents, read_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """Mean of a metric over a task's documents, and its standard error, of both models; `original` where there is one.
+
+    max_drop  how much lower the quantized model's may be; None where it is not judged
+    """
+
+    task: str
+    metric: str
+    documents: int
+    quantized: float
+    quantized_stderr: float
+    original: float | None = None
+    original_stderr: float | None = None
+    max_drop: float | None = None
+
+    @property
+    def failure(self) -> str | None:
+        if self.original is None or self.max_drop is None or self.original - self.quantized <= self.max_drop:
+            return None
+        drop = f"{self.original - self.quantized:.4g} below the original's {self.original:.4g}"
+        return f"{self.metric} of {self.task} is {self.quantized:.4g}, {drop}, and the task allows {self.max_drop:g}"
+
+
+def score_tasks(
+    files: Sequence[Path], original: Path, quantized: Path | None, *, device: str = "auto", log: Path,
+    progress: Progress = lambda done, total: None,
+) -> list[TaskScore]:  # fmt: skip
+    """Scores of the tasks in `files` of the model in folder `original` and of the one quantized from it.
+
+    Without `quantized`, `original` came quantized, and its scores alone are told. Progress is that of the documents, in
+    bytes of the models' weights, as elsewhere. Raises InputDataError for tasks and
+    data that cannot be used, and as `scoring.answer`.
+    """
+    tasks = [_Prepared.read(file, original) for file in files]
+    pairs = [pair for task in tasks for pair in task.continuations]
+    prompts = [prompt for task in tasks for prompt in task.generations]
+    models = [original] if quantized is None else [original, quantized]
+    sizes = [sum(path.stat().st_size for path in model.glob("*.safetensors")) for model in models]
+    replies: list[Answers] = []
+    for place, model in enumerate(models):
+
+        def tell(done: int, total: int, place: int = place) -> None:
+            progress(sum(sizes[:place]) + sizes[place] * done // total, sum(sizes))
+
+        replies.append(
+            answer(
+                model, pairs, prompts, tokenizer=original, ends=_ends(original), device=device, log=log, progress=tell
+            )
+        )
+    out: list[TaskScore] = []
+    for task in tasks:
+        points = [task.points(one) for one in replies]
+        for metric in points[0]:
+            sides = [_mean(side[metric]) for side in points]
+            before = sides[0] if quantized is not None else (None, None)
+            out.append(
+                TaskScore(
+                    task=task.task.task, metric=metric, documents=len(task.golds), quantized=sides[-1][0],
+                    quantized_stderr=sides[-1][1], original=before[0], original_stderr=before[1],
+                    max_drop=task.task.max_drop,
+                )
+            )  # fmt: skip
+    return out
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error, by the sample's deviation; 0 for one value."""
+    mean, count = sum(values) / len(values), len(values)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, count - 1))
+    return mean, deviation / math.sqrt(count)
+
+
+def _ends(folder: Path) -> list[int]:
+    """Token ids that end an answer of the model in a Hugging Face folder."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name, "config").get("eos_token_id")
+            ids: list[Any] = found if isinstance(found, list) else [found]
+            if all(isinstance(one, int) for one in ids):
+                return ids
+    return []
+
+
+@dataclass(kw_only=True)
+class _Prepared:
+    """A task's documents as requests, and how their replies are judged.
+
+    golds    of each document: the index of the right choice, or the right text
+    choices  of each document of multiple choice
+    """
+
+    task: Task
+    golds: list[Any]
+    choices: list[list[str]]
+    continuations: list[Continuation]
+    generations: list[Generation]
+
+    @classmethod
+    def read(cls, file: Path, model: Path) -> _Prepared:
+        task = read_task(file)
+        tokenizer, limit = read_tokenizer(model), read_model_config(model, quantized=True).longest_sequence
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer.encode(text).ids
+            return ids
+
+        made = cls(task=task, golds=[], choices=[], continuations=[], generations=[])
+        for where, doc in documents(task.data(file)):
+            try:
+                longest = made._add(doc, encode)
+            except (ValueError, TypeError, KeyError, SyntaxError) as error:
+                raise InputDataError(f"{where} does not fit {file}", why=f"{type(error).__name__}: {error}") from None
+            if longest > limit:
+                raise InputDataError(
+                    f"{where} makes {longest} tokens", why=f"the model takes {limit}",
+                    remedy="shorten it, or lower generation_kwargs.max_gen_toks",
+                )  # fmt: skip
+        return made
+
+    def _add(self, doc: dict[str, Any], encode: Callable[[str], list[int]]) -> int:
+        """Add the requests of a document; the tokens of the longest. Raises ValueError and such for another form."""
+        task = self.task
+        prompt = task.description + str(_field(doc, task.doc_to_text))
+        if task.output_type == "generate_until":
+            ids = encode(prompt)
+            if not ids:
+                raise ValueError("the prompt is empty")
+            kwargs = task.generation_kwargs
+            until = [kwargs.until] if isinstance(kwargs.until, str) else kwargs.until
+            self.golds.append(str(_field(doc, str(task.doc_to_target))))
+            self.generations.append(Generation(prompt=ids, max_tokens=kwargs.max_gen_toks, until=until))
+            return len(ids) + kwargs.max_gen_toks
+        choices = task.doc_to_choice if isinstance(task.doc_to_choice, list) else _choices(doc, task.doc_to_choice)
+        if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
+            raise ValueError(f"{choices} are not two or more choices")
+        gold = task.doc_to_target if isinstance(task.doc_to_target, int) else _field(doc, task.doc_to_target)
+        if isinstance(gold, str):
+            gold = int(gold) if gold.isdigit() else choices.index(gold)
+        if not isinstance(gold, int) or not 0 <= gold < len(choices):
+            raise ValueError(f"{gold!r} is the index of no choice")
+        longest = 0
+        for choice in choices:
+            context, tokens = _pair(prompt, task.target_delimiter + choice, encode)
+            self.continuations.append(Continuation(context=context, tokens=tokens))
+            longest = max(longest, len(context) + len(tokens))
+        self.golds.append(gold)
+        self.choices.append(choices)
+        return longest
+
+    def points(self, replies: Answers) -> dict[str, list[float]]:
+        """Metric -> 0 or 1 for each document. Takes this task's replies from the front of `replies`."""
+        out: dict[str, list[float]] = {metric.metric: [] for metric in self.task.metrics}
+        for place, gold in enumerate(self.golds):
+            if self.choices:
+                sums = [replies.likelihoods.pop(0) for _ in self.choices[place]]
+                lengths = {"acc": [1] * len(sums), "acc_norm": [len(choice) for choice in self.choices[place]]}
+                for name, values in out.items():
+                    each = [value / length for value, length in zip(sums, lengths[name], strict=True)]
+                    values.append(float(each.index(max(each)) == gold))
+            else:
+                text = _filtered(replies.texts.pop(0), self.task.filters)
+                for metric in self.task.metrics:
+                    out[metric.metric].append(float(_plain(text, metric) == _plain(gold, metric)))
+        return out
+
+
+def _field(doc: dict[str, Any], template: str) -> Any:
+    """The document's value of that name, or what the Jinja template makes of the document."""
+    if template in doc:
+        return doc[template]
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    try:
+        return environment.from_string(template).render(**doc)
+    except TemplateError as error:
+        raise ValueError(str(error)) from None
+
+
+def _choices(doc: dict[str, Any], template: str | None) -> list[str]:
+    found = _field(doc, template or "")
+    return list(ast.literal_eval(found) if isinstance(found, str) else found)
+
+
+def _pair(context: str, continuation: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+    """Token ids of both, as lm-eval divides them: spaces at the end of the context are the continuation's."""
+    kept = context.rstrip()
+    both, alone = encode(context + continuation), encode(kept)
+    if not alone or len(both) <= len(alone):
+        raise ValueError("the prompt is empty, or a choice is part of its last token")
+    return alone, both[len(alone) :]
+
+
+def _filtered(text: str, filters: Sequence[Filter]) -> str:
+    for one in filters:
+        if one.function == "remove_whitespace":
+            text = text.strip()
+        elif one.function == "regex":
+            found = re.findall(one.regex_pattern, text)
+            groups = found[one.group_select] if -len(found) <= one.group_select < len(found) else one.fallback
+            chosen = groups if isinstance(groups, str) else next((group for group in groups if group), one.fallback)
+            text = chosen.strip()
+    return text
+
+
+def _plain(text: str, metric: Metric) -> str:
+    for pattern in metric.regexes_to_ignore:
+        text = re.sub(pattern, "", text)
+    text = text.lower() if metric.ignore_case else text
+    ignored = (string.punctuation if metric.ignore_punctuation else "") + (
+        string.digits if metric.ignore_numbers else ""
+    )
+    return text.translate(str.maketrans("", "", ignored))

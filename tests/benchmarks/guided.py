@@ -1,0 +1,88 @@
+"""Cost of guided decoding in the reference runtime: a batch of constrained requests against as many free ones.
+
+    python -m tests.benchmarks.guided MODEL [--batch 32] [--tokens 64] [--rounds 3]
+
+MODEL is a Hugging Face folder, such as that of SmolLM2. Both batches run in the same process, in turn; the grammars are
+compiled before. The free requests draw as many tokens as the constrained ones do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.reference.runtime import Runtime
+from trtpipe.engines.sampling import Guide, SamplingParams
+from trtpipe.pipeline.gateway.schemas import checked
+from trtpipe.triton_repo.shared_text import tokenizer_info
+
+# A list without an end, so that every request makes as many tokens as it may.
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "size": {"type": "number"}, "kind": {"enum": ["small", "large"]}},
+    "required": ["name", "size", "kind"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = engine(args.model, Path(folder), args.batch, args.device)
+        guide = Guide("json_schema", checked(SCHEMA, "schema"))
+        seconds(runtime, guide, args.batch, 4)
+        seconds(runtime, None, args.batch, 4)
+        rows = []
+        for number in range(args.rounds):
+            free = seconds(runtime, None, args.batch, args.tokens)
+            guided = seconds(runtime, guide, args.batch, args.tokens)
+            rows.append(guided / free - 1)
+            rate = args.batch * args.tokens
+            print(f"round {number}: free {rate / free:.0f} tokens/s, guided {rate / guided:.0f}, {rows[-1]:+.1%}")
+        runtime.close()
+    print(f"median of {args.rounds}: guided requests take {statistics.median(rows):+.1%} time")
+
+
+def engine(model: Path, out: Path, batch: int, device: str) -> Runtime:
+    convert(model, out, dtype=DataType.BFLOAT16, mapping=Mapping())
+    (out / "info.json").write_text(tokenizer_info(model))
+    limits = {"max_batch_size": batch, "max_input_len": 64, "max_seq_len": 512, "max_num_tokens": 2048}
+    config = {
+        "pretrained_config": json.loads((out / "config.json").read_text()),
+        "build_config": {**limits, "max_beam_width": 1, "plugin_config": {"tokens_per_block": 32}},
+    }
+    (out / "config.json").write_text(json.dumps(config))
+    return Runtime(out, device=device, guided_decoding={"tokenizer_info": str(out / "info.json")})
+
+
+def seconds(runtime: Runtime, guide: Guide | None, batch: int, tokens: int) -> float:
+    """Seconds of a batch from its first token to its last."""
+    for number in range(batch):
+        sampling = SamplingParams(seed=number, top_p=1.0, temperature=0.8)
+        runtime.submit(Request(id=number, prompt=(1, 504, 3575), max_tokens=tokens, guide=guide, sampling=sampling))
+    begun, made = 0.0, 0
+    while runtime.has_work:
+        outputs = runtime.step()
+        if outputs and not begun:
+            begun = time.perf_counter()
+        made += sum(len(output.tokens) for output in outputs)
+    assert made == batch * tokens, f"{made} tokens, not {batch * tokens}"
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Adapters of a running server, by the command line and the gateway, behind a real tritonserver."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ACTIVE, Cli, Served, until
+from tests.support.adapters import write_adapter
+from tests.support.factories import hf_folder
+from trtpipe.engines.adapters import FOLDER, AdapterFolder
+from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.reference.runtime import Runtime
+
+pytestmark = pytest.mark.real
+
+TARGET = "adapted.cpu.fp32"
+SIZES = ("max_batch_size=4", "max_input_len=64", "max_seq_len=8192", "max_num_tokens=64", "max_lora_rank=8")
+PROMPT = list(range(40, 60))
+NEW = 16
+
+
+class Front:
+    """The gateway of a server, and the tokens that its engine gives without Triton."""
+
+    def __init__(self, served: Served, engine: Path, model: Path) -> None:
+        (server,) = (one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == served.name)
+        self.url = server["openai"]
+        self.served, self.engine, self.model = served, engine, model
+
+    def ask(self, model: str, **body: Any) -> httpx.Response:
+        whole = {"model": model, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=whole, timeout=120)
+
+    def text(self, model: str, **body: Any) -> str:
+        answer = self.ask(model, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == model
+        said: str = answer.json()["choices"][0]["text"]
+        return said
+
+    def models(self) -> list[str]:
+        return [one["id"] for one in httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"]]
+
+    def expected(self, adapters: Path) -> dict[str, str]:
+        """Text of each adapter, and of the model itself under ""."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
+        runtime = Runtime(self.engine, device="cpu", adapters=adapters)
+        out = {}
+        for name, number in {"": 0, **{one.name: one.number for one in AdapterFolder(adapters).all()}}.items():
+            runtime.submit(Request(id=0, prompt=tuple(PROMPT), max_tokens=NEW, adapter=number))
+            tokens: list[int] = []
+            while runtime.has_work:
+                tokens += [token for output in runtime.step() for token in output.tokens]
+            out[name] = tokenizer.decode(tokens)
+        return out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("models") / "adapted", dtype="F32", max_position_embeddings=8192, seed=3)
+
+
+@pytest.fixture(scope="module")
+def front(cli: Cli, model: Path, serve: Callable[[str], Served]) -> Iterator[Front]:
+    adapter = write_adapter(model.parent / "first", model, size=3)
+    words = [word for size in SIZES for word in ("--set", f"build.{size}")]
+    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", "--lora", f"first={adapter}", *words)
+    served = serve(TARGET)
+    yield Front(served, (cli.folder / "runs" / TARGET / "engine").resolve(), model)
+    cli.kill_server(served.name)
+
+
+def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_path: Path) -> None:
+    second = write_adapter(tmp_path / "second", front.model, rank=8, seed=1, size=3)
+    assert front.models() == [TARGET, f"{TARGET}:first"]
+    assert cli.ok("lora", "add", f"second={second}").out == f"{TARGET} serves {TARGET}:second\n"
+    assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:second"]
+    listed = json.loads(cli.ok("lora", "list", "--json").out)
+    assert [(one["model"], one["rank"]) for one in listed] == [(f"{TARGET}:first", 4), (f"{TARGET}:second", 8)]
+    expected = front.expected(cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER)
+    assert len(set(expected.values())) == 3
+    names = {name: f"{TARGET}:{name}" if name else TARGET for name in expected}
+    with ThreadPoolExecutor(4) as pool:
+        # Twice, so that the second time finds the blocks of the first.
+        found = list(pool.map(front.text, [*names.values()] * 2))
+    assert found == [*expected.values()] * 2
+
+    # A long answer outlives its adapter, and is the one that it would have been.
+    before = front.text(names["second"], max_tokens=400)
+    running: list[str] = []
+    thread = threading.Thread(target=lambda: running.append(front.text(names["second"], max_tokens=400)))
+    thread.start()
+    assert until(lambda: front.served.gauges()[ACTIVE] == 1)
+    assert cli.ok("lora", "remove", "second").out == f"{TARGET} no longer serves {TARGET}:second\n"
+    refused = front.ask(names["second"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    thread.join()
+    assert running == [before]
+    assert front.models() == [TARGET, names["first"]]
+
+
+def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> None:
+    cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}")
+    before = front.text(f"{TARGET}:kept")
+    cli.ok("reload")
+    assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:kept"]
+    assert front.text(f"{TARGET}:kept") == before
+    cli.ok("lora", "remove", "kept")
+
+
+def test_what_is_refused(front: Front, cli: Cli, tmp_path: Path) -> None:
+    wide = write_adapter(tmp_path / "wide", front.model, rank=16)
+    other = write_adapter(tmp_path / "other", hf_folder(tmp_path / "model", hidden_size=64, tokenizer=False))
+    for words, status, told in (
+        (("add", f"first={wide}"), 2, "has rank 16, the engine takes 8"),
+        (("add", f"x={other}"), 3, "is of another model"),
+        (("add", "x=nowhere"), 3, "there is no such folder"),
+        (("add", "x"), 2, "x is not NAME=FOLDER"),
+        (("add", f"a:b={wide}"), 2, "cannot be the name of an adapter"),
+        (("add", f"first={front.model.parent / 'first'}"), 2, "has an adapter 'first' already"),
+        (("remove", "firs"), 2, "has no adapter 'firs'; did you mean 'first'?"),
+    ):
+        done = cli.run("lora", *words)
+        assert (done.status, told in done.err, done.err.count("\n")) == (status, True, 1), done.err
+    assert front.models() == [TARGET, f"{TARGET}:first"]

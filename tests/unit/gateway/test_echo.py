@@ -1,0 +1,126 @@
+"""Answers that begin with their prompts, log-probabilities of prompts, and biases of logits."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateways import (
+    END,
+    INPUTS,
+    OWN_INPUTS,
+    TEXT,
+    Asked,
+    Triton,
+    ask,
+    end_fork_servers,
+    events,
+    response,
+    saying,
+    tokens_of,
+    write_model,
+)
+
+# A gateway makes prompts in processes of its own.
+pytestmark = [pytest.mark.process, pytest.mark.loopback]
+OWN = {"inputs": [*INPUTS, *OWN_INPUTS]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_model(tmp_path_factory.mktemp("tokenizer"))
+    end_fork_servers()
+
+
+async def scored(asked: Asked, context: Any) -> AsyncIterator[Any]:
+    """An engine to which a prompt's second token is the likeliest, and its others are less likely than its first."""
+    count = len(asked.prompt) - 1
+    others = [-1.0] * (count - 1)
+    values = [-0.5, *others, -0.5, *(half + 0.5 for half in others)]
+    likeliest = [*asked.prompt[1:2], *asked.prompt[:1] * (count - 1)][:count]
+    prompt = (values if count else [], likeliest)
+    yield response([END], final=True, log_probs=[-0.125], prompt=prompt)
+
+
+def test_log_probabilities_of_prompts_as_lm_eval_asks_for_them(folder: Path) -> None:
+    prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab"), [5]]
+    fields = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        body = (await client.post(TEXT, json={"model": "llama", "prompt": prompts, **fields})).json()
+        first, second, third = body["choices"]
+        told = first["logprobs"]
+        assert told["tokens"] == ["a", "b", " ", "c", "</s>"]
+        assert told["token_logprobs"] == [None, -0.5, -1.0, -1.0, -0.125]
+        assert told["top_logprobs"] == [
+            None, {"b": -0.5}, {" ": -1.0, "a": -0.5}, {"c": -1.0, "a": -0.5}, {"</s>": -0.125}
+        ]  # fmt: skip
+        assert first["text"] == "ab c"
+        assert told["text_offset"] == [0, 1, 2, 3, 4]
+        assert second["logprobs"]["token_logprobs"] == [None, -0.5, -0.125]
+        assert third["logprobs"]["token_logprobs"] == [None, -0.125]
+        asked = triton.asked[0]
+        assert asked.raw["return_prompt_log_probs"] == b"\1"
+        # An end token must come with its log-probability: it is a stop word.
+        assert asked.number("end_id") == -1
+        assert asked.raw["stop_words_list"] == struct.pack("<4i", END, 0, 1, 2)
+
+    ask(scored, folder, scenario, triton=OWN)
+
+
+def test_a_prompt_alone_and_one_in_a_stream(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"model": "llama", "prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1}
+        body = (await client.post(TEXT, json=fields)).json()
+        (choice,) = body["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+        assert choice["logprobs"]["tokens"] == ["a", "b"]
+        assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+        assert triton.asked[0].number("request_output_len") == 1
+        chunks = await events(client, TEXT, {**fields, "max_tokens": 1, "temperature": 0})
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+        listed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [one["tokens"] for one in listed if one] == [["a", "b", "</s>"]]
+
+    ask(scored, folder, scenario, triton=OWN)
+
+
+def test_an_echo_without_log_probabilities_is_for_every_runtime(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"model": "llama", "prompt": ["Say ", "No"], "n": 2, "echo": True, "stop": "a"}
+        body = (await client.post(TEXT, json=fields)).json()
+        # A stop string in the prompt is not one in the answer.
+        assert [choice["text"] for choice in body["choices"]] == ["Say yes", "Say yes", "Noyes", "Noyes"]
+        assert "return_prompt_log_probs" not in triton.asked[0].raw
+        chunks = await events(client, TEXT, {**fields, "n": 1})
+        said = ["", ""]
+        for chunk in chunks:
+            said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert said == ["Say yes", "Noyes"]
+
+    ask(saying(folder, "yes"), folder, scenario)
+
+
+def test_a_bias_reaches_the_engine_as_one_number_for_each_of_its_tokens(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"model": "llama", "prompt": "x", "logit_bias": {"5": -100, "7": 2.5}}
+        assert (await client.post(TEXT, json=fields)).status_code == 200
+        asked = triton.asked[0]
+        assert asked.shapes["embedding_bias"] == [1, 600]
+        bias = struct.unpack("<600f", asked.raw["embedding_bias"])
+        assert {token: value for token, value in enumerate(bias) if value} == {5: -100, 7: 2.5}
+
+    ask(saying(folder, "x"), folder, scenario, model={"vocab_size": 600})
+
+
+def test_a_runtime_without_biases_refuses_them(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        answer = await client.post(TEXT, json={"model": "llama", "prompt": "x", "logit_bias": {"5": 1}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+
+    ask(saying(folder, "x"), folder, scenario, triton={"inputs": ["input_ids"], "outputs": ["output_ids"]})

@@ -1,0 +1,160 @@
+"""Adapters through the stages: settings, what each runtime is given, and what is refused before anything is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.adapters import write_adapter
+from tests.support.doubles import install_trtllm_build
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import Recorder, build, plan
+from trtpipe.engines import load_backend
+from trtpipe.engines.adapters import AdapterFolder
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.passport import read_passport
+from trtpipe.pipeline.execution import hardware
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute
+from trtpipe.pipeline.spec import BuildSpec, read_spec
+from trtpipe.pipeline.stages.adapters import ADAPTERS
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.check import check_repository
+
+
+@pytest.fixture
+def model(in_folder: Path) -> Path:
+    return hf_folder(in_folder / "tiny")
+
+
+@pytest.fixture
+def lora(in_folder: Path, model: Path) -> dict[str, str]:
+    write_adapter(in_folder / "fr", model, rank=4)
+    write_adapter(in_folder / "de", model, rank=2, roles=("q", "v"), seed=1)
+    return {"fr": "fr", "de": "de"}
+
+
+def repository(chosen: BuildSpec, home: Path) -> Path:
+    execute(chosen, Store(home), Recorder())
+    return RunFolder.of(chosen.target).linked("repository")
+
+
+def test_a_target_with_adapters(model: Path, lora: dict[str, str], tmp_path: Path) -> None:
+    chosen = plan(model, lora=lora)
+    assert chosen.target == plan(model).target
+    assert chosen.settings["lora"] == {name: str(Path(name).absolute()) for name in ("de", "fr")}
+    assert (chosen.build.max_lora_rank, len(chosen.build.lora_target_modules)) == (4, 7)
+    # What was recorded resolves to the same, whether the folders are there or not.
+    recorded = chosen.to_json()
+    recorded["settings"]["lora"]["fr"] = "/gone"
+    assert read_spec(recorded, "here").build == chosen.build
+    found = repository(chosen, tmp_path / "home")
+    folder = AdapterFolder(found / "tensorrt_llm" / "1" / "lora")
+    assert [(one.name, one.rank) for one in folder.all()] == [("de", 2), ("fr", 4)]
+    text = (found / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert 'key: "lora_prefetch_dir"\n  value: { string_value: "tensorrt_llm/1/lora" }' in text
+    passport = read_passport(found / "tensorrt_llm" / "1")
+    assert passport.build_config["max_lora_rank"] == 4
+    assert check_repository(found) == []
+    incomplete = folder.all()[0].path
+    (incomplete / "adapter_model.safetensors").unlink()
+    (fault,) = check_repository(found)
+    assert (fault.rule, fault.path) == ("engine-feature", f"tensorrt_llm/1/lora/{incomplete.name}")
+
+
+def test_only_what_adapters_change_is_made_again(model: Path, lora: dict[str, str], tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    assert "adapters" not in build(plan(model), store)
+    made = build(plan(model, lora=lora), store)
+    assert {stage for stage, (state, _) in made.items() if state == "made"} == {"adapters", "build", "package"}
+    write_adapter(Path("fr"), model, rank=4, seed=9)
+    made = build(plan(model, lora=lora), store)
+    assert {stage for stage, (state, _) in made.items() if state == "made"} == {"adapters", "package"}
+    assert made["adapters"][1] == "input: adapter fr changed"
+
+
+def test_an_engine_that_takes_adapters_later(model: Path, tmp_path: Path) -> None:
+    chosen = plan(model, "build.lora_plugin=auto", "build.max_lora_rank=16")
+    folder = repository(chosen, tmp_path / "home") / "tensorrt_llm" / "1" / "lora"
+    assert (folder.is_dir(), AdapterFolder(folder).all()) == (True, ())
+    with pytest.raises(UsageError, match=r"build.max_lora_rank is not for the reference runtime"):
+        plan(model, "build.max_lora_rank=16")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "gpu", "file", "settings"),
+    [
+        ("vllm", "cpu", "engine_args.yaml",
+         {"enable-lora": True, "max-lora-rank": 8, "max-loras": 8, "max-cpu-loras": 64}),
+        ("trtllm_pytorch", "h100", "llm_args.yaml",
+         {"enable_lora": True, "lora_config": {
+             "lora_target_modules": ["attn_k", "attn_q", "attn_v"], "max_lora_rank": 2, "max_loras": 8,
+             "max_cpu_loras": 64}}),
+    ],
+)  # fmt: skip
+def test_settings_of_the_runtimes(
+    model: Path, lora: dict[str, str], tmp_path: Path, runtime: str, gpu: str, file: str, settings: dict[str, Any]
+) -> None:
+    chosen = plan(model, gpu=gpu, dtype="bf16", runtime=runtime, lora={"de": lora["de"]})
+    found = repository(chosen, tmp_path / "home") / "tensorrt_llm" / "1"
+    told = yaml.safe_load((found / file).read_text())
+    assert {name: value for name, value in told.items() if "lora" in name} == settings
+    (one,) = AdapterFolder(found / "lora").all()
+    assert json.loads((one.path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "v_proj"]
+
+
+@pytest.mark.process
+def test_an_engine_of_tensorrt_llm(
+    model: Path, lora: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the double of trtllm-build; the arrays are in the folder that the C++ backend loads."""
+    monkeypatch.setenv("PATH", str(install_trtllm_build(tmp_path / "bin").parent), prepend=":")
+    for name in ("matching_gpus", "require_gpu"):
+        monkeypatch.setattr(hardware, name, lambda *a: [])
+    monkeypatch.setattr(hardware, "facts", lambda gpu: {})
+    with pytest.raises(UsageError, match="does not serve adapters of a bfloat16 engine by name"):
+        plan(model, gpu="h100", dtype="bf16", runtime="tensorrt_llm", lora=lora)
+    chosen = plan(model, gpu="h100", dtype="fp16", runtime="tensorrt_llm", executor="local", lora={"de": lora["de"]})
+    found = repository(chosen, tmp_path / "home") / "tensorrt_llm" / "1"
+    built = json.loads((found / "config.json").read_text())["build_config"]
+    assert built["plugin_config"]["lora_plugin"] == "auto"
+    assert built["lora_config"]["max_lora_rank"] == 2
+    assert built["lora_config"]["lora_target_modules"] == ["attn_k", "attn_q", "attn_v"]
+    (one,) = AdapterFolder(found / "lora").all()
+    assert np.load(one.path / "model.lora_config.npy").tolist() == [[[1, 0, 2], [3, 0, 2], [1, 1, 2], [3, 1, 2]]]
+    assert load_backend("tensorrt_llm").SAME_ADAPTERS
+
+
+@pytest.mark.parametrize(
+    ("given", "assignments", "words"),
+    [
+        ({"fr": "nowhere"}, (), "nowhere is not a LoRA adapter: there is no such folder"),
+        ({"a/b": "fr"}, (), "'a/b' cannot be the name of an adapter"),
+        ({"fr": 3}, (), r"option: lora.fr is 3, not a folder"),
+        ({"fr": "fr"}, ("build.max_lora_rank=2",), "has rank 4, the engine takes 2"),
+        ({"fr": "fr"}, ("lora=fr",), "--set: lora is not a mapping"),
+    ],
+)
+def test_what_is_refused_at_once(
+    model: Path, lora: dict[str, str], given: dict[str, Any], assignments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises((UsageError, InputDataError), match=words):
+        plan(model, *assignments, lora=given)
+
+
+def test_an_adapter_of_another_model_is_refused_with_the_settings(in_folder: Path, lora: dict[str, str]) -> None:
+    other = hf_folder(in_folder / "other", hidden_size=64)
+    with pytest.raises(InputDataError, match=r"is of another model: its self_attn.q_proj is 32 x 32, the model's is"):
+        plan(other, lora=lora)
+
+
+def test_an_adapter_that_has_gone_is_told_by_its_stage(model: Path, lora: dict[str, str], tmp_path: Path) -> None:
+    chosen = plan(model, lora=lora)
+    (Path("fr") / "adapter_config.json").unlink()
+    with pytest.raises(InputDataError, match=r"is not a LoRA adapter: it has no adapter_config.json"):
+        ADAPTERS.sources(ADAPTERS.settings(chosen), Store(tmp_path / "home").digests)
