@@ -188,8 +188,9 @@ def bytes_a_token(engine: Path) -> int:
 def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """Our runtime from our checkpoints, beside transformers from the original; and INT8."""
     if "transformers" not in out:
-        loads = {"generate": LEVELS[:3], "batching": LEVELS[1:3]}
-        out["transformers"] = place.inside("stacks:transformers", model=str(model), new=128, **loads)
+        out["transformers"] = place.inside(
+            "stacks:transformers", model=str(model), generate=LEVELS[:3], batching=LEVELS[1:3], new=128
+        )
         keep()
     for dtype in ("bf16", "fp8", "int8"):
         if dtype in out:
@@ -220,8 +221,9 @@ def study(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
         there = out.setdefault(way, {})
         for level in levels:
             if str(level) not in there:
-                asked = {"model": str(model), "way": way, "streams": level, "new": 128}
-                there[str(level)] = place.inside("stacks:compiled", limit=PATIENCE, **asked)
+                there[str(level)] = place.inside(
+                    "stacks:compiled", limit=PATIENCE, model=str(model), way=way, streams=level, new=128
+                )
                 keep()
 
 
