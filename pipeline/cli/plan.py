@@ -66,7 +66,6 @@ def plan(
     \b
     Examples:
       trtpipe plan --model llama3-70b --gpu a100,h100 --load chat --slo ttft:500ms
-      trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --page plan.html
       trtpipe plan --against runs.csv
     """
     from trtpipe.engines import load_backend

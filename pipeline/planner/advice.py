@@ -324,8 +324,8 @@ def _reason(option: Option, best: Prediction, precision: Precision) -> str:
     said = (
         f"{BOUND[name]} ({share:.0%} of the time)" if share >= RULES else f"balanced; most of it {name} ({share:.0%})"
     )
-    share, known = option.confidence
-    low, high = _within(best.tokens_per_s, share["output_tokens_per_s"])
+    errors, known = option.confidence
+    low, high = _within(best.tokens_per_s, errors["output_tokens_per_s"])
     said += f"; {low:.0f} to {high:.0f} tokens/s"
     if not known:
         said += f", a wide guess: no figure of {option.cost.counts.kind.upper()} on SM{option.gpu.sm} was compared"

@@ -21,8 +21,10 @@ Seconds = Callable[[Step], float]
 
 
 class Asked(NamedTuple):
-    """A request: arrival time in seconds, prompt and output tokens, and prompt tokens in a reused cache. A tuple, since a
-    plan makes a hundred thousand."""
+    """A request: arrival time in seconds, prompt and output tokens, and prompt tokens in a reused cache.
+
+    A tuple, since a plan makes a hundred thousand.
+    """
 
     arrival: float
     input: int

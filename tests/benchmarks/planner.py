@@ -106,7 +106,8 @@ class _Several(StepCost):
 
 
 def batch(of: Iterable[Figure]) -> Batch:
-    kept, costs, rows, tokens = [], [], [], []
+    kept: list[Figure] = []
+    costs, rows, tokens = [], [], []
     for figure in of:
         found = at_once(figure)
         if found is None:
@@ -217,8 +218,10 @@ def _moved(how: Efficiency, key: Key, factor: float) -> Efficiency:
     if len(key) == 3:
         rows: dict[str, dict[str, float]] = getattr(how, name)
         value = within(key[2], rows[key[1]][key[2]] * factor)
-        return replace(how, **{name: {**rows, key[1]: {**rows[key[1]], key[2]: value}}})  # type: ignore[arg-type]
-    return replace(how, **{name: within(name, getattr(how, name) * factor)})
+        changed: Any = {name: {**rows, key[1]: {**rows[key[1]], key[2]: value}}}
+    else:
+        changed = {name: within(name, getattr(how, name) * factor)}
+    return replace(how, **changed)
 
 
 def fold(figure: Figure) -> int:
@@ -405,9 +408,11 @@ def _summary(title: str, groups: Iterable[tuple[str, Judged, Judged]]) -> list[s
 
 def _grouped(title: str, fitted: Judged, held: Judged, key: Callable[[Figure], str]) -> list[str]:
     names = sorted({key(one) for one, _ in held})
-    return _summary(
-        title, [(name, *([one for one in of if key(one[0]) == name] for of in (fitted, held))) for name in names]
-    )  # type: ignore[misc]
+
+    def of(judged: Judged, name: str) -> Judged:
+        return [one for one in judged if key(one[0]) == name]
+
+    return _summary(title, [(name, of(fitted, name), of(held, name)) for name in names])
 
 
 def _beside(held: Judged, peer: dict[Figure, dict[str, float]]) -> list[str]:
@@ -494,7 +499,8 @@ def expressed(figure: Figure) -> bool:
 
 def operations(scratch: Path) -> list[str]:
     """Our terms beside AIConfigurator's measured tables of single operations."""
-    how, ratios = load_efficiency(), {}
+    how = load_efficiency()
+    ratios: dict[tuple[str, str], list[float]] = {}
     for one in json.loads((scratch / "operations.json").read_text()):
         ratios.setdefault((one["what"], one["gpu"]), []).append(_operation(one, how) / (one["ms"] / 1e3))
     lines = [
@@ -529,19 +535,18 @@ def _operation(one: dict[str, Any], how: Efficiency) -> float:
         return float((compute**how.sharpness + reading**how.sharpness) ** (1 / how.sharpness)) + PRODUCT_STARTS
     if one["what"] == "NVLink all-reduce":
         link, latency = link_of(gpu, one["tp"], how)
-        return latency + 2 * (one["tp"] - 1) / one["tp"] * one["bytes"] / link
+        return latency + float(2 * (one["tp"] - 1) / one["tp"] * one["bytes"] / link)
     values = one["batch"] * one["length"] * 2 * one["own"] * 128
     if one["what"] == "decode attention":
         seconds = values * (1 if one["eight"] else 2) / (how.bandwidth(gpu) * how.kv)
         if one["eight"] and one["own"] == one["heads"]:
             seconds = max(seconds, values / (how.flops(gpu, "bf16") * how.own_heads))
-        return seconds + ATTENTION_STARTS
+        return float(seconds + ATTENTION_STARTS)
     share = how.prompt(gpu.sm, "fp8" if one["eight"] else "bf16")
     products = 4 * one["heads"] * 128 * one["batch"] * one["length"] ** 2 / 2 / (how.flops(gpu, "bf16") * share)
     features = (one["heads"] + 2 * one["own"]) * 128
-    return (
-        products + one["batch"] * one["length"] * features * 2 * how.elementwise / how.bandwidth(gpu) + ATTENTION_STARTS
-    )
+    elementwise = one["batch"] * one["length"] * features * 2 * how.elementwise / how.bandwidth(gpu)
+    return float(products + elementwise + ATTENTION_STARTS)
 
 
 SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "a100": "a100_sxm", "l40s": "l40s", "b200": "b200_sxm"}

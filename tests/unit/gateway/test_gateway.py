@@ -407,7 +407,7 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
         (chat(temprature=1), 400, "temprature", "unknown field 'temprature'; did you mean 'temperature'?"),
         (chat(max_token=1), 400, "max_token", "did you mean 'max_tokens'?"),
         (chat(zzz=1), 400, "zzz", "unknown field 'zzz'"),
-        (chat(tools=[{"type": "function"}]), 400, "tools", "'tools' is not supported"),
+        (chat(functions=[{"name": "f"}]), 400, "functions", "'functions' is not supported"),
         (chat(logit_bias={"5": 1}), 400, "logit_bias", "not supported"),
         (chat(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
         (chat(temperature="hot"), 400, "temperature", "'temperature': "),

@@ -42,7 +42,9 @@ def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path)
     assert "does not fit" in found.refused[0][1]
     assert "unknown GPU 'h99'" in found.refused[1][1]
     error = found.errors()["output_tokens_per_s"]
-    assert error.values == pytest.approx([found.said[0][1].output_tokens_per_s / 3000 - 1])
+    said = found.said[0][1].output_tokens_per_s
+    assert said is not None
+    assert error.values == pytest.approx([said / 3000 - 1])
 
 
 @pytest.mark.parametrize(
