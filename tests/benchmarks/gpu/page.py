@@ -19,8 +19,8 @@ ABSENT = """\
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
-- **Transformer Engine and llama.cpp on the GPU.** Both are compiled from source on the machine that runs them, which
-  was held for less than an hour at a time and reaches no package index.
+- **Transformer Engine and llama.cpp on the GPU.** Not tried: both are compiled from source on the machine that runs
+  them, which was held for less than an hour at a time and reaches no package index.
 """
 # The same of sections that are not there yet.
 MISSING = {
