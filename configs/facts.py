@@ -97,7 +97,9 @@ def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         facts = read_yaml(path)
         name = str(facts.get("name", path.stem))
-        _, known = raw.get(name, ("", {}))
+        where, known = raw.get(name, ("", {}))
+        if known:
+            build(GpuSpec, known, where)  # a mistake in it is told by its own name
         raw[name] = (str(path), {**known, **facts})
     gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
     return {gpu.name: gpu for gpu in gpus}
