@@ -265,7 +265,7 @@ class _Session:
             self._start_s = max(self._start_s, start_s)
             options, served = choose(client.target, **{**self._bench, "server": client.server})
             options = self._search(
-                options, self._find, rate=self._best_rate(), seconds=self._schedule.point_s(number, start_s),
+                options, self._find, rate=self._start_rate(candidate), seconds=self._schedule.point_s(number, start_s),
                 number=number, limit_s=min(self._schedule.search_s(number, start_s), max(self._left_s, 0.0)),
             )  # fmt: skip
             report = measure(replace(options, seed=repeat), served, self._progress, self._note)
@@ -292,9 +292,12 @@ class _Session:
             if artefact is not None and artefact.origin is not None and makes not in changed
         }
 
-    def _best_rate(self) -> float | None:
-        rates = [run.rate for run in self.study.runs if run.rate]
-        return max(rates, default=None)
+    def _start_rate(self, candidate: Candidate) -> float | None:
+        """Where a candidate's search begins: at its own last rate, else at that of the target as it is."""
+        from trtpipe.pipeline.tune.candidates import AS_IT_IS
+
+        known = [run.rate for one in (AS_IT_IS, candidate) for run in self.study.of(one) if run.rate]
+        return known[-1] if known else None
 
     def _search(
         self, options: BenchOptions, find: str, *, rate: float | None, seconds: float, number: int, limit_s: float

@@ -38,7 +38,7 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
-    rate      requests/s within the objectives; 0 where none met them, None where nothing was measured
+    rate      requests/s within the objectives; 0 where none met them, None where that is not known
     interval  rates between which the limit lies; None for an open side
     told      why it is less precise than asked for, or what failed; "" for neither
     report    file of the benchmark's report, relative to the study's folder
@@ -84,7 +84,7 @@ class Run:
             for result in bench.results
             if result.load["kind"] == "open" and not result.interrupted
         ]
-        judged = bool(found.steps) or found.ended == ALONE_MISSES
+        judged = (found.ended or "").startswith(NOTHING_MEETS)
         rate = found.rate if found.rate is not None else 0.0 if judged else None
         return cls(rate=rate, interval=found.interval, told=found.ended or "", points=tuple(points), **known)
 
@@ -99,8 +99,8 @@ class Run:
         return cls(**{**value, "candidate": candidate, "points": points, "interval": (low, high)})
 
 
-# What the benchmark's search says where not even one request at a time meets the objectives.
-ALONE_MISSES = "one request at a time does not meet the objectives"
+# How the benchmark's search says that nothing meets the objectives; otherwise it was cut short.
+NOTHING_MEETS = ("no rate down to ", "one request at a time does not meet the objectives")
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.search import Found, Step, Trial
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
-from trtpipe.pipeline.tune.study import ALONE_MISSES, Point, Run
+from trtpipe.pipeline.tune.study import Point, Run
 
 KNOWN: dict[str, Any] = {"candidate": AS_IT_IS, "round": 0, "repeat": 0, "seconds": 1.0}
 
@@ -50,7 +50,8 @@ def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None
     ("found", "rate"),
     [
         (Found(ended="no rate down to 1 requests/s passes", steps=[step(1.0, passed=False)]), 0.0),
-        (Found(ended=ALONE_MISSES), 0.0),
+        (Found(ended="one request at a time does not meet the objectives"), 0.0),
+        (Found(ended="its 60 s were over", steps=[step(4.0, passed=False)]), None),
         (Found(ended="at 4 requests/s the client was the limit"), None),
     ],
 )
