@@ -79,7 +79,7 @@ def _table(study: Study, measured: list[Candidate]) -> Table:
 def _row(study: Study, candidate: Candidate) -> Row:
     runs = study.of(candidate)
     run = best_run(runs)
-    at = next((point for point in run.points if point.rate == run.rate and point.met), None)
+    at = run.best
     low, high = (UNKNOWN if side is None else number(side) for side in run.interval)
     cells = [
         str(run.round + 1), str(len(runs)), number(run.rate), f"{low} to {high}", number(run.tokens_per_s),

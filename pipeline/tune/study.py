@@ -17,6 +17,8 @@ from trtpipe.pipeline.tune.candidates import Candidate
 from trtpipe.pipeline.tune.search import CLOSE, Winner
 
 SCHEMA = "trtpipe.tune/1"
+# How the benchmark's search says that nothing meets the objectives; otherwise it was cut short.
+NOTHING_MEETS = ("no rate down to ", "one request at a time does not meet the objectives")
 JSON_NAME, HTML_NAME, RECIPE_NAME = "tune.json", "tune.html", "recipe.yaml"
 
 
@@ -38,7 +40,8 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
-    rate      requests/s within the objectives; 0 where none met them, None where that is not known
+    rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
+              them, None where that is not known
     interval  rates between which the limit lies; None for an open side
     told      why it is less precise than asked for, or what failed; "" for neither
     report    file of the benchmark's report, relative to the study's folder
@@ -56,17 +59,21 @@ class Run:
     report: str = ""
 
     @property
+    def best(self) -> Point | None:
+        """The load point of the highest rate that met the objectives."""
+        return max((point for point in self.points if point.met), key=lambda point: point.rate or 0.0, default=None)
+
+    @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens/s at the highest rate that met the objectives."""
-        met = [point for point in self.points if point.met and point.rate is not None]
-        return max(met, key=lambda point: point.rate or 0.0).tokens_per_s if met else None
+        """Output tokens/s at that rate."""
+        return None if self.best is None else self.best.tokens_per_s
 
     def said(self) -> str:
         """The result in a few words."""
         if self.rate is None:
             return f"not measured: {self.told}"
         low, high = ("open" if side is None else f"{side:g}" for side in self.interval)
-        return f"{self.rate:g} requests/s ({low} to {high})" + (f"; {self.told}" if self.told else "")
+        return f"{self.rate:.4g} requests/s ({low} to {high})" + (f"; {self.told}" if self.told else "")
 
     @classmethod
     def measured(cls, bench: BenchReport, **known: Any) -> Run:
@@ -84,8 +91,15 @@ class Run:
             for result in bench.results
             if result.load["kind"] == "open" and not result.interrupted
         ]
-        judged = (found.ended or "").startswith(NOTHING_MEETS)
-        rate = found.rate if found.rate is not None else 0.0 if judged else None
+        rate = found.rate
+        if rate is None:
+            rate = 0.0 if (found.ended or "").startswith(NOTHING_MEETS) else None
+        else:
+            # In a short load point a queue may grow whose requests still meet the objectives: what was answered counts.
+            there = (one for one in bench.results if one.load.get("rate") == rate and not one.interrupted)
+            good = (one.metrics["request_goodput"]["value"] for one in there)
+            answered = [value for value in good if value is not None]
+            rate = min(rate, sum(answered) / len(answered)) if answered else rate
         return cls(rate=rate, interval=found.interval, told=found.ended or "", points=tuple(points), **known)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,10 +111,6 @@ class Run:
         low, high = value["interval"]
         candidate = Candidate.of(value["candidate"])
         return cls(**{**value, "candidate": candidate, "points": points, "interval": (low, high)})
-
-
-# How the benchmark's search says that nothing meets the objectives; otherwise it was cut short.
-NOTHING_MEETS = ("no rate down to ", "one request at a time does not meet the objectives")
 
 
 @dataclass(kw_only=True)
@@ -140,8 +150,9 @@ class Study:
         )
 
     def of(self, candidate: Candidate) -> list[Run]:
-        """Runs of a candidate's last round."""
-        runs = [run for run in self.runs if run.candidate == candidate]
+        """Runs of a candidate's last round that has a result; without one, of its last."""
+        every = [run for run in self.runs if run.candidate == candidate]
+        runs = [run for run in every if run.rate is not None] or every
         return [run for run in runs if run.round == max(one.round for one in runs)]
 
     def candidates(self) -> list[Candidate]:
