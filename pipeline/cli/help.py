@@ -40,7 +40,11 @@ def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
     """Raise UsageError for an option that takes one value and is given several: click would drop all but the last."""
     from trtpipe.engines.errors import UsageError
 
-    _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    try:
+        _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    except typer.BadParameter.__mro__[1] as error:
+        error.ctx = error.ctx or ctx  # of an option without its value; the message names this command's help
+        raise
     for option in {one for one in order if one.param_type_name == "option" and order.count(one) > 1}:
         if not option.multiple and (not option.is_flag or option.secondary_opts):
             name = option.opts[0]
