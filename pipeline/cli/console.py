@@ -105,13 +105,12 @@ def _open_closed() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, mode)  # takes the lowest number that is free, this one
-    # As Python keeps them: a second name, or `prepare` would close the stream whose buffer it takes.
     if sys.stdin is None:
-        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = _Output(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
     if sys.stderr is None:
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def out() -> RichConsole:
