@@ -19,8 +19,8 @@ ABSENT = """\
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
-- **Transformer Engine and llama.cpp on the GPU.** Both are compiled from source on the machine that runs them, which
-  was held for less than an hour at a time and reaches no package index.
+- **Transformer Engine and llama.cpp on the GPU.** Not tried: both are compiled from source on the machine that runs
+  them, which was held for less than an hour at a time and reaches no package index.
 """
 # The same of sections that are not there yet.
 MISSING = {
@@ -62,10 +62,10 @@ def render(kept: Mapping[str, Any], figure: str = "") -> str:
 
 
 _STACKS = """\
-All that the sections measured of one stack each, in its own process without a server: Llama 3 8B's shapes, 128 tokens
-in and 128 out, all requests starting together. The memory bound is the copy's rate over the bytes of the weights that a
-token reads, for one stream. GPU hours per million output tokens are those of 256 in flight: times a card's price for an
-hour they are the cost. The engine that is served is in the same row as alone: what a front takes is above.
+All stacks of the sections of this page, each in its own process without a server: Llama 3 8B's shapes, 128 tokens in
+and 128 out, all requests starting together. What a front takes is above. The memory bound is the copy's rate over the
+bytes of the weights that a token reads, for one stream. GPU hours per million output tokens are those of 256 in flight:
+times a card's price for an hour they are the cost.
 """
 
 

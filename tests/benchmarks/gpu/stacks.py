@@ -175,7 +175,7 @@ def attention() -> dict[str, Any]:
             "block_table": torch.arange(sequences * blocks, dtype=torch.int32, device="cuda").view(sequences, blocks),
         }  # fmt: skip
         out = torch.empty(sequences * asked, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-        # Without a graph: the kernel's own scheduler keeps memory that is not a graph's.
+        # Without a graph: replayed from one, these calls ended in an illegal memory access.
         asked_for = do_bench(lambda: flash_attn_varlen_func(q, k, v, out=out, **given, **scale), return_mode="median")
         return float(asked_for) * 1e3
 
