@@ -147,6 +147,7 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
         "--sampling top_p is given more than once; give it once"
     )
     assert refused("bench", "--sampling", "top_p").startswith("--sampling top_p is not NAME=VALUE; write for example")
+    assert refused("bench", "--workers", "0") == "--workers is 0; give 1 or more"
     assert refused("bench", "--requests", "0") == "--requests is 0; give 1 or more"
     assert refused("bench", "--load", "chat", "--duration", "3") == (
         "--load says what --duration would; leave one of them out"
