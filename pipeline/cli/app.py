@@ -29,6 +29,7 @@ from trtpipe.pipeline.cli import (
     registry,
     serve,
     targets,
+    tune,
     weights,
 )
 from trtpipe.pipeline.cli.completion import completion
@@ -48,7 +49,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
         serve.gateway, serve.monitoring,
     ),
     "Measure": (bench.compare, prove.prove),
-    "Plan": (plan.plan, facts.probe),
+    "Plan": (plan.plan, tune.tune, facts.probe),
     "Share": (
         build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,
         registry.verify_provenance,

@@ -28,7 +28,7 @@ from trtpipe.pipeline.store.store import Store
 COMMANDS = [
     "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
     "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "lora", "compare", "prove", "bench",
-    "plan", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
+    "plan", "tune", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
     "inspect", "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
     "config", "completion",
 ]  # fmt: skip
