@@ -432,8 +432,30 @@ _GOODPUT = (
         undefined="no window, or no objective",
     ),
 )
+# Of the server's own counters, where it speculates: `report.load_point_result` takes them from its metrics.
+_SPECULATION = (
+    Metric(
+        name="tokens_per_step",
+        unit="tokens",
+        short="tokens/step",
+        better="higher",
+        tabled=True,
+        formula="1 + accepted draft tokens / steps of each request after its first token, over the load point",
+        undefined="the server does not speculate, has several engines that do, or its metrics were not read",
+    ),
+    Metric(
+        name="draft_acceptance_rate",
+        unit="",
+        short="drafts accepted %",
+        better="higher",
+        aliases=("acceptance",),
+        tabled=True,
+        formula="accepted draft tokens / draft tokens, over the load point",
+        undefined="no draft token within the load point, several engines, or the server's metrics were not read",
+    ),
+)
 # Every metric, in the order of reports and tables. To add one, add it here.
-METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT)
+METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT, *_SPECULATION)
 
 
 def distributions() -> list[Distribution]:
