@@ -21,8 +21,8 @@ from trtpipe.engines.build_config import LORA as LORA_SETTINGS
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.hf.adapter import Adapter, located_pairs, read_adapter, require_rank
+from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef

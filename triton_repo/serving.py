@@ -25,7 +25,7 @@ class ServingConfig:
     batch_scheduler_policy         guaranteed_no_evict, or max_utilization (admit more, pause and recompute)
     kv_cache_free_gpu_mem_fraction share of the GPU memory left after loading that becomes KV cache
     max_tokens_in_paged_kv_cache   upper bound of the KV cache in tokens; None for no bound
-    kv_cache_host_memory_bytes     bytes of the host's memory for KV blocks that the GPU has no room for, so that a prompt
+    kv_cache_host_memory_bytes     bytes of the host's memory for KV blocks beyond the GPU's, so that a prompt
                                    start is found again instead of computed; None or 0 for none
     enable_kv_cache_reuse          share the KV blocks of equal prompt starts; None enables it if the engine can
     enable_chunked_context         split long prompts into chunks that share steps with decoding requests; None enables
