@@ -101,8 +101,11 @@ bench-client: $(READY) ## the load tester's own error, cost and speed, against a
 bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, which it installs (5 GB in the user's cache)
 	$(BIN)/python -m tests.benchmarks.peers --write docs/measurements/peers.md
 
-bench-plan: $(READY) ## the planner against NVIDIA's published figures
-	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
+AICONFIGURATOR := .scratch/aiconfigurator
+bench-plan: $(READY) ## the planner and AIConfigurator, which it installs, against published figures (half an hour)
+	$(PYTHON) -m venv $(AICONFIGURATOR)
+	$(AICONFIGURATOR)/bin/pip install --quiet aiconfigurator==0.12.0
+	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md --peer-python $(AICONFIGURATOR)/bin/python
 
 bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
 	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md
@@ -115,7 +118,7 @@ bench-cpu: $(READY) $(VLLM_READY) ## the reference runtime beside vLLM on this m
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python
 SCRATCH ?= .scratch/gpu
-ONLY ?= families,accuracy,folders,engine,kv_cache,reference,quantize,shared_gpu,parallel
+ONLY ?= families,accuracy,folders,engine,kv_cache,reference,study,quantize,shared_gpu,parallel
 gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e ENGINE_PYTHON=..` (60 GB of disk)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.gpu $(SCRATCH) --engine-python $(ENGINE_PYTHON) --only $(ONLY) \

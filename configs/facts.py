@@ -33,7 +33,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 class ModelFacts:
     """Facts of a model: a file of configs/models, with the sources in order of preference.
 
-    config  fields of the model's config.json that a plan needs, under Hugging Face's names
+    config       fields of the model's config.json that a plan needs, under Hugging Face's names
+    tool_format  format in which it writes calls of tools, one of the gateway's; None where it has none
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelFacts:
     sources: tuple[Source, ...]
     config: dict[str, Any]
     aliases: tuple[str, ...] = ()
+    tool_format: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,9 @@ def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         facts = read_yaml(path)
         name = str(facts.get("name", path.stem))
-        _, known = raw.get(name, ("", {}))
+        where, known = raw.get(name, ("", {}))
+        if known:
+            build(GpuSpec, known, where)  # a mistake in it is told by its own name
         raw[name] = (str(path), {**known, **facts})
     gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
     return {gpu.name: gpu for gpu in gpus}
@@ -194,6 +198,16 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     return ModelRef(name=short.lower(), source=chosen, stored=stored)
 
 
+def find_tool_format(name: str) -> str | None:
+    """Format in which a model writes calls of tools; None where no file of configs/models says. `name` is a name or
+    alias of such a file, or the Hugging Face id that is a source of one."""
+    for model in load_models().values():
+        hub = [source.repo_id for source in model.sources if isinstance(source, HubSource)]
+        if name.lower() in (model.name, *model.aliases) or name in hub:
+            return model.tool_format
+    return None
+
+
 def find_shape(name: str) -> tuple[str, ModelConfig]:
     """Short name and config of a model, given as a name or alias of configs/models, or as a folder with config.json.
 
@@ -254,3 +268,4 @@ class _PlainModelFacts:
     license: str
     config: dict[str, Any]
     aliases: tuple[str, ...] = ()
+    tool_format: str | None = None

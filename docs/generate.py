@@ -23,7 +23,7 @@ from trtpipe.pipeline.cli import app
 from trtpipe.pipeline.cli.help import COMMON
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
-from trtpipe.pipeline.spec import GROUPS, SCALARS
+from trtpipe.pipeline.spec import GROUPS, LORA, SCALARS
 from trtpipe.triton_repo.check.facts import Successor, successors
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def settings() -> Iterator[str]:
     """Every setting of a recipe: the scalars, then each group."""
     options = {one.name: one for one in app.command().commands["build"].params}
     yield "## Target\n"
-    yield from table(("setting", "meaning"), [(code(name), text(options[name].help)) for name in SCALARS])
+    yield from table(("setting", "meaning"), [(code(name), text(options[name].help)) for name in (*SCALARS, LORA)])
     for group, kind in GROUPS.items():
         yield f"## {group}\n"
         meanings = _meanings(kind)

@@ -175,16 +175,16 @@ def located_pairs(adapter: Adapter, model: Geometry) -> dict[tuple[int, str], Pa
     out: dict[tuple[int, str], Pair] = {}
     for name, pair in adapter.linears.items():
         found = place.fullmatch(name)
-        role = dense.get(found[2]) if found else None
+        role = dense.get(found[2]) if found and f"{found[2]}.weight" in shapes else None
         if found is None or role is None:
-            experts = model.experts is not None and "mlp" in name
-            raise InputDataError(
-                f"{path} adapts '{name[:100]}'",
-                why="adapters of experts are not computed, those of attention are" if experts
-                else f"a {model.architecture} has no such linear that can be adapted",
-                remedy="train the adapter for the linears of attention alone" if experts
-                else "give an adapter of this model",
-            )  # fmt: skip
+            why, remedy = f"a {model.architecture} has no such linear", "give an adapter of this model"
+            if model.experts is not None and "mlp" in name:
+                why = "adapters of experts are not computed, those of attention are"
+                remedy = "train the adapter for the linears of attention alone"
+            elif found and found[2] in (names.qkv, names.gate_up):
+                why = "adapters of q, k and v or of gate and up as one linear are not computed"
+                remedy = "train the adapter for the other linears alone"
+            raise InputDataError(f"{path} adapts '{name[:100]}'", why=why, remedy=remedy)
         layer = int(found[1])
         if layer >= model.num_hidden_layers:
             raise _another(adapter, f"it adapts layer {layer}, and the model has {model.num_hidden_layers}")

@@ -14,7 +14,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-Message = dict[str, str]
+Message = dict[str, Any]
 # The longest template on the hub has 20 kB.
 MAX_TEMPLATE_BYTES = 1 << 20
 RAW = "pass --raw to send the text as it is"
@@ -68,9 +68,15 @@ class ChatTemplate:
         """Compile the template now. Raises jinja2.TemplateError."""
         self._compiled  # noqa: B018
 
-    def __call__(self, messages: list[Message], settings: Mapping[str, Any] | None = None) -> str:
-        """Render the prompt. `settings` are variables of the model's own template, such as Qwen 3's enable_thinking."""
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    def __call__(
+        self,
+        messages: list[Message],
+        settings: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """Render the prompt. `settings` are variables of the model's own template, such as Qwen 3's enable_thinking;
+        `tools` are functions that the answer may call, in OpenAI's form."""
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
             return str(self._compiled.render({**(settings or {}), **given, **self._special}))
         except MemoryError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.planner.advice import Advice
+    from trtpipe.pipeline.planner.against import Comparison
 
 # GPUs that are compared by default: those that data centres rent out.
 USUAL = ("a100", "l40s", "h100", "h200", "h20")
@@ -17,6 +19,7 @@ def plan(
     group_size: int | None = None, tp: int | Sequence[int] = (), runtime: str = "tensorrt_llm", load: str | None = None,
     input_tokens: int | str | None = None, output_tokens: int | str | None = None, rate: float | None = None,
     slo: str | Sequence[str] = (), price: Mapping[str, float] | None = None, reuse: bool = False,
+    toolchain: str | None = None,
 ) -> Advice:  # fmt: skip
     """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
 
@@ -31,6 +34,7 @@ def plan(
     slo            objectives: "ttft:500ms", "tpot:mean<50ms"
     price          price of one GPU per hour, by name
     reuse          whether the KV cache of shared prefixes is reused
+    toolchain      release of TensorRT-LLM; the default one if None
 
     Returns candidates, the best first; one without `best` cannot serve this, and `reason` says why. Raises UsageError.
     """
@@ -60,11 +64,28 @@ def plan(
     question = Question(
         model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
-        tps=tps, rate=rate, runtime=runtime,
+        tps=tps, rate=rate, runtime=runtime, release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
     )  # fmt: skip
     return advise(question)
+
+
+def against(file: Path, *, calibrate: bool = False) -> tuple[Comparison, Path | None]:
+    """The planner beside the measured runs of a CSV file; with `calibrate` overheads are refitted to them first and
+    kept in efficiency.yaml of TRTPIPE_HOME, whose path is returned too. Raises UsageError and HostError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.planner import against as compared
+    from trtpipe.pipeline.planner.efficiency import load_efficiency
+    from trtpipe.pipeline.planner.figures import read
+
+    figures = read(file)
+    kept = compared.write(compared.calibrate(figures, load_efficiency())) if calibrate else None
+    found = compared.compare(figures, load_efficiency())
+    if not found.said:
+        why = found.refused[0][1] if found.refused else "it has no rows"
+        raise UsageError(f"no run of {file} can be planned", why=why)
+    return found, kept
 
 
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -401,10 +401,10 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_progress
     from trtpipe.pipeline.registry import export as bundle
-    from trtpipe.pipeline.spec import EXECUTORS, SCALARS
+    from trtpipe.pipeline.spec import EXECUTORS, LORA, SCALARS
 
     others = [
-        key for key in (*SCALARS, "lora", "recipe", "settings") if options.get(key) is not None and key != "executor"
+        key for key in (*SCALARS, LORA, "recipe", "settings") if options.get(key) is not None and key != "executor"
     ]
     if others:
         raise UsageError(

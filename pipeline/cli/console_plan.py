@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from trtpipe.pipeline.cli import console
-from trtpipe.pipeline.planner import tables
+from trtpipe.pipeline.planner import against, tables
 from trtpipe.pipeline.planner.advice import Advice
+from trtpipe.pipeline.planner.against import Comparison
 from trtpipe.pipeline.planner.whatif import WhatIf
 
 # Heads with units, in words that a narrow column can fold.
@@ -41,6 +43,18 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
         made = tables.changes(found.candidates[0].name, changes)
         console.result(f"{made.title}:")
         console.table(_heads(made.columns), made.rows)
+
+
+def comparison(found: Comparison, kept: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        console.result_json({**found.to_json(), "kept": None if kept is None else str(kept)})
+        return
+    table = against.table(found)
+    console.table(table.columns, table.rows, numeric=table.columns[1:])
+    for run, why in found.refused:
+        console.result(f"{run}: {why}")
+    if kept is not None:
+        console.result(f"refitted overheads are in {kept}; remove it for the shipped ones")
 
 
 def _options(found: tables.Table) -> None:

@@ -14,9 +14,9 @@ from trtpipe.pipeline.cli.options import GroupSize, Json
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(help="Model: a name of `trtpipe models`, or a folder.", autocompletion=complete.of("models")),
-    ],
+    ] = None,
     gpu: Annotated[
         str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.", autocompletion=complete.of("gpus"))
     ] = ",".join(USUAL),
@@ -32,6 +32,9 @@ def plan(
     ] = None,
     runtime: Annotated[
         str | None, typer.Option(help="Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
+    ] = None,
+    toolchain: Annotated[
+        str | None, typer.Option(help="Release of TensorRT-LLM to plan for; the default toolchain's if left out.")
     ] = None,
     load: Annotated[str | None, typer.Option(help="Load of configs/load, or a YAML file, for its lengths.")] = None,
     input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
@@ -51,6 +54,13 @@ def plan(
         float | None, typer.Option(help="Share of draft tokens that is accepted, for --what-if: 0.45, say.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="CSV table of measured runs: print how far off the planner is, and plan nothing."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="CSV table of measured runs: refit overheads to them and keep the result.")
+    ] = None,
     as_json: Json = False,
     page: Annotated[Path | None, typer.Option(help="HTML page to write, with each option's frontier.")] = None,
 ) -> None:
@@ -59,22 +69,30 @@ def plan(
     \b
     Examples:
       trtpipe plan --model llama3-70b --gpu a100,h100 --load chat --slo ttft:500ms
-      trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --page plan.html
+      trtpipe plan --against runs.csv
     """
     from trtpipe.engines import load_backend
     from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.api.plan import against as compared
     from trtpipe.pipeline.api.plan import plan as advise
     from trtpipe.pipeline.cli import console, console_plan
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.planner.whatif import what_ifs
 
+    if table := against or calibrate:
+        if model is not None or (against and calibrate):
+            raise UsageError("--against and --calibrate take a table alone", remedy="leave out --model and the other")
+        console_plan.comparison(*compared(table, calibrate=calibrate is not None), as_json=as_json)
+        return
+    if model is None:
+        raise UsageError("no --model is given", remedy="name one of `trtpipe models`, or a folder")
     own = read_config()
     runtime = runtime or own.runtime or "tensorrt_llm"
     advice = advise(
         model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
         tp=[_whole(one) for one in _list(tp or "")], runtime=runtime, load=load,
         input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
-        price=own.prices | _prices(price or [], gpu), reuse=reuse,
+        price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
     )  # fmt: skip
     best = advice.candidates[0].option
     if acceptance is not None and not what_if:

@@ -27,6 +27,12 @@ ServedModelName = Annotated[
         help="Name of the model at the gateway; repeatable, answers bear the first; the target's if left out."
     ),
 ]
+ToolFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the model's tool calls: hermes, llama3_json, mistral or pythonic; the model file's if left out."
+    ),
+]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
@@ -68,6 +74,7 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     served_model_name: ServedModelName = None,
+    tool_format: ToolFormat = None,
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
@@ -109,7 +116,7 @@ def serve(
         front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
-        cors_origins=tuple(cors_origin or ()),
+        tool_format=tool_format, cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or configured,
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
@@ -142,6 +149,7 @@ def gateway(
     target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
     triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
     served_model_name: ServedModelName = None,
+    tool_format: ToolFormat = None,
     cors_origin: CorsOrigin = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", **PORT)] = 9000,
@@ -172,7 +180,7 @@ def gateway(
     from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(launch_options.gateway_model(target, tuple(served_model_name or ())),),
+        models=(launch_options.gateway_model(target, tuple(served_model_name or ()), tool_format),),
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,

@@ -22,6 +22,8 @@ from trtpipe.pipeline.gateway.engine_requests import EngineRequest
 from trtpipe.pipeline.gateway.failure import Failure, of_guide
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
+from trtpipe.pipeline.gateway.tools.formats import FORMATS
+from trtpipe.pipeline.gateway.tools.parser import CallParser, ToolUse
 from trtpipe.pipeline.gateway.traces import RequestSpan
 from trtpipe.pipeline.gateway.upstream import Generation, Upstream
 
@@ -45,6 +47,7 @@ class Order:
     requests    the engine's request for each answer, prompt by prompt
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
+    tools       how the answer may call tools; None where it may not
     echoes      text of each prompt, where its answers begin with it; else empty
     guide_param field of the request that asks for the form of the answers; "" for none
     prompts     tokens of each prompt, where their log-probabilities are listed too; else empty
@@ -64,6 +67,7 @@ class Order:
     continuous_usage: bool
     log_probs: bool
     likeliest: bool
+    tools: ToolUse | None
     echoes: tuple[str, ...] = ()
     guide_param: str = ""
     prompts: tuple[array[int], ...] = ()
@@ -83,6 +87,7 @@ class Choice:
         "_stops",
         "_text",
         "attempts",
+        "calls",
         "count",
         "echo",
         "entries",
@@ -116,7 +121,8 @@ class Choice:
         self.prompt = order.prompts[index // copies] if order.prompts else None
         self._order = order
         self._text = text
-        self._detokenizer = text.detokenizer()
+        self._detokenizer = text.detokenizer(FORMATS[order.tools.format].mark if order.tools else None)
+        self.calls = CallParser(order.tools) if order.tools else None
         self._stops = Stops(order.stops) if order.stops else None
         self._ended = False
 
@@ -152,9 +158,31 @@ class Choice:
             if self.finish is None:
                 # An engine may leave out the end token: an answer that is shorter than allowed ended by it.
                 self.finish = "stop" if self._ended or self.count < self._order.max_tokens else "length"
+        if self.calls is not None:
+            piece = self._text_of(piece, self.calls)
         if generation.begun and self.echo:
             piece, self.echo = self.echo + piece, ""
         return piece
+
+    def _text_of(self, piece: str, calls: CallParser) -> str:
+        """What of a piece is text of the answer; `calls` takes the rest."""
+        piece = calls.push(piece, final=self.finish is not None)
+        if calls.over and self.finish is None:
+            self._stop()
+        if calls.calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return piece
+
+    def call_deltas(self) -> list[Entry]:
+        """What has become known of calls since the last time, as a stream has it."""
+        return self.calls.deltas() if self.calls is not None else []
+
+    def message(self) -> Entry:
+        """The whole answer to a chat."""
+        content = "".join(self.whole)
+        calls = [call.message() for call in self.calls.calls] if self.calls is not None else []
+        told: Entry = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        return {**told, "tool_calls": calls} if calls else told
 
     def _stop(self) -> None:
         self.finish = "stop"
@@ -394,6 +422,10 @@ class Answer(Response):
                         logprobs = json.dumps(choice.told(), ensure_ascii=False)
                         rest = f'{closing},"logprobs":{logprobs},"finish_reason":null}}]{usage()}}}\n\n'
                         out.append(choice.prefix + quote(piece).encode() + rest.encode())
+                for call in choice.call_deltas():
+                    delta = json.dumps({"tool_calls": [call]}, ensure_ascii=False)
+                    told = f'"index":{choice.index},"delta":{delta},"logprobs":null,"finish_reason":null'
+                    out.append(f'{opening},"choices":[{{{told}}}]{usage()}}}\n\n'.encode())
                 if choice.finish is not None:
                     choice.shown = True
                     left -= 1
@@ -416,10 +448,7 @@ class Answer(Response):
                 choice.whole.append(self._take(choice))
         listed = []
         for choice in self.choices:
-            text = "".join(choice.whole)
-            content: Entry = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}} if order.chat else {"text": text}
-            )
+            content: Entry = {"message": choice.message()} if order.chat else {"text": "".join(choice.whole)}
             logprobs = choice.told() if order.log_probs else None
             listed.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish})
         body = {

@@ -168,6 +168,7 @@ class Gateway:
             continuous_usage=asked.continuous_usage,
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
+            tools=prepared.tools,
             echoes=prepared.echoes,
             guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),

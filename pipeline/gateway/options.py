@@ -7,8 +7,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.gateway.tools.formats import FORMATS
 
 # A scheme, a host in small letters and a port, as browsers write an origin.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
@@ -32,6 +33,7 @@ class ServedModel:
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
     vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
     adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
+    tool_format    name of the format in which it writes calls of tools; None where its chat template says it
     """
 
     name: str
@@ -42,6 +44,13 @@ class ServedModel:
     max_seq_len: int | None = None
     vocab_size: int | None = None
     adapters: Path | None = None
+    tool_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_format is not None and self.tool_format not in FORMATS:
+            raise UsageError(
+                f"unknown format of tool calls '{self.tool_format}'", remedy=suggestion(self.tool_format, FORMATS)
+            )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from trtpipe.pipeline.gateway.failure import wrong
+from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.guides import Asked
+from trtpipe.pipeline.gateway.messages import plain, without_calls
 from trtpipe.pipeline.gateway.model_names import ModelNames
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import (
@@ -18,6 +22,9 @@ from trtpipe.pipeline.gateway.requests import (
     parse,
 )
 from trtpipe.pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.tools.fields import Tool, find_format
+from trtpipe.pipeline.gateway.tools.formats import FORMATS
+from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 Request = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
 KINDS: dict[str, tuple[type[ChatRequest | CompletionRequest], type[ChatOptions | CompletionOptions]]] = {
@@ -35,8 +42,22 @@ COMPLETION_TOKENS = 16
 INT32_MAX = 2**31 - 1
 
 
-def _rendered(text: Text, asked: ChatRequest | TokenizeRequest) -> str:
-    return text.render([one.plain() for one in asked.messages or []], asked.chat_template_kwargs)
+def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> str:
+    """The text of the chat. Raises Failure for messages that cannot be, and for tools that the template ignores."""
+    messages, settings = plain(asked.messages or []), asked.chat_template_kwargs
+    rendered = text.render(messages, settings, [tool.plain() for tool in tools] or None)
+    bare = without_calls(messages)
+    if not tools and bare == messages:
+        return rendered
+    try:
+        heeded = text.render(bare, settings) != rendered
+    except Failure:  # it wants what is missing
+        heeded = True
+    if not heeded:
+        param = "tools" if tools else "messages"
+        why = "the model's chat template ignores tools, so the model would not see them"
+        raise wrong(f"'{param}': {why}", param, "unsupported_parameter")
+    return rendered
 
 
 class Preparation:
@@ -64,14 +85,24 @@ class Preparation:
         if isinstance(asked, DetokenizeRequest):
             ids = asked.ids(text.vocab_size)
             return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
-        guide = asked.guide()
-        prompts = self._prompts(asked, served)
+        use, guide = None, asked.guide()
+        if isinstance(asked, ChatRequest):
+            prompts, use, required = self._chat(asked, served)
+            if use is not None and not use.required and guide is not None:
+                why = (
+                    "it holds the whole answer to a form, so no tool could be called; require a call, or leave one out"
+                )
+                raise wrong(f"'{guide.param}' with 'tools': {why}", guide.param, "unsupported_parameter")
+            guide = required or guide
+        else:
+            prompts = self._prompts(asked, served)
         _, kept = KINDS[endpoint]
         told: dict[str, Any] = {
             "adapter": None if adapter is None else adapter.name,
             "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
+            "tools": use and asdict(use),
             "bias": list(asked.bias(text.vocab_size).items()),
             "guide": None if guide is None else guide.to_json(),
         }
@@ -88,7 +119,7 @@ class Preparation:
         if (asked.prompt is None) == (asked.messages is None):
             raise wrong("give 'prompt' or 'messages'", "prompt")
         if asked.messages is not None:
-            characters, special = _rendered(text, asked), bool(asked.add_special_tokens)
+            characters, special = _rendered(text, asked, asked.tools or ()), bool(asked.add_special_tokens)
         else:
             characters, special = asked.prompt or "", asked.add_special_tokens is not False
         ids = self._tokens(text, served, characters, "prompt", special=special)
@@ -97,17 +128,27 @@ class Preparation:
             told["token_strs"] = [text.tokenizer.id_to_token(token) for token in ids]
         return told, array("i", ids).tobytes()
 
-    def _prompts(self, asked: ChatRequest | CompletionRequest, served: ServedModel) -> list[list[int]]:
-        most = self._options.max_choices
-        text = self._texts[served.name]
-        given = asked.prompts(most) if isinstance(asked, CompletionRequest) else [""]
-        answers = len(given) * (asked.n or 1)
+    def _chat(self, asked: ChatRequest, served: ServedModel) -> tuple[list[list[int]], ToolUse | None, Asked | None]:
+        """The prompt of a chat, how its answer may call tools, and the form that the answer must have."""
+        self._check_answers(asked, 1)
+        text, tools = self._texts[served.name], asked.offered()
+        rendered = _rendered(text, asked, tools)
+        use, guide = None, None
+        if tools:
+            use, guide = asked.use(find_format(served.tool_format, text.template))
+            rendered += FORMATS[use.format].prefix if use.required else ""
+        # The template writes the special tokens itself.
+        return [self._tokens(text, served, rendered, "messages", special=False)], use, guide
+
+    def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
+        answers, most = prompts * (asked.n or 1), self._options.max_choices
         if answers > most:
             raise wrong(f"at most {most} answers a request, not {answers}", "n")
-        if isinstance(asked, ChatRequest):
-            rendered = _rendered(text, asked)
-            # The template writes the special tokens itself.
-            return [self._tokens(text, served, rendered, "messages", special=False)]
+
+    def _prompts(self, asked: CompletionRequest, served: ServedModel) -> list[list[int]]:
+        text = self._texts[served.name]
+        given = asked.prompts(self._options.max_choices)
+        self._check_answers(asked, len(given))
         prompts = []
         for one in given:
             if isinstance(one, str):

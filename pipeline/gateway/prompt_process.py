@@ -9,8 +9,8 @@ its time nor its memory; nor can a thread that parses or tokenises be stopped. T
 
 A job and its reply are two lengths, a JSON object and bytes:
   job    {"endpoint", "model"}, the body of the request
-  reply  {"options", "adapter", "max_tokens", "lengths", "bias", "guide"}, the token ids of the prompts as INT32; with
-         `echo` also {"echoes"}, the texts of the prompts
+  reply  {"options", "adapter", "max_tokens", "lengths", "bias", "guide", "tools"}, the token ids of the prompts as
+         INT32; with `echo` also {"echoes"}, the texts of the prompts
          {"count", "max_model_len"}, the token ids as INT32, to a request to tokenize; {"prompt"} to detokenize
          {"failure": {"status", "message", "param", "code"}}
          {"model"}, where the request is for another model than the job says

@@ -26,6 +26,7 @@ from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
+from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 # A text of this size is tokenised in some 10 ms, which is the cost of a process of its own.
 SMALL_BYTES = 16 << 10
@@ -42,6 +43,7 @@ class Prepared:
     bias     token id -> what is added to its logit
     echoes   texts of the prompts, where answers begin with them; else empty
     guide    form that the answers must have
+    tools    how the answers may call tools; None where they may not
     """
 
     options: ChatOptions | CompletionOptions
@@ -51,6 +53,7 @@ class Prepared:
     bias: dict[int, float]
     echoes: tuple[str, ...] = ()
     guide: Asked | None = None
+    tools: ToolUse | None = None
 
 
 class ForkServer:
@@ -160,6 +163,7 @@ class Prompts:
             bias=dict(head["bias"]),
             echoes=tuple(head.get("echoes", ())),
             guide=guide and Asked(Guide(guide["kind"], guide["text"]), guide["param"]),
+            tools=ToolUse(**head["tools"]) if head["tools"] else None,
         )
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 from trtpipe.pipeline.gateway.guides import Asked, asked_guide
+from trtpipe.pipeline.gateway.messages import Message
+from trtpipe.pipeline.gateway.strict import Strict
+from trtpipe.pipeline.gateway.tools.fields import Tool, ToolFields
 
 # Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
@@ -31,12 +34,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -53,11 +53,7 @@ _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier",
 R = TypeVar("R", bound=BaseModel)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     # An extension of vLLM and TensorRT-LLM: the usage so far in every chunk.
     continuous_usage_stats: bool | None = None
@@ -68,23 +64,7 @@ class StreamOptions(_Strict):
 Settings = dict[str, str | bool | int | float | None]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class Common(_Strict):
+class Common(Strict):
     """Fields of both kinds of request; the last block is not OpenAI's, but known from other servers."""
 
     model: str
@@ -118,7 +98,7 @@ class Common(_Strict):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class Wishes(_Strict):
+class Wishes(Strict):
     """Fields that are made into something else before the request is answered."""
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -169,7 +149,7 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-class ChatRequest(ChatOptions, Wishes):
+class ChatRequest(ChatOptions, Wishes, ToolFields):
     messages: list[Message] = Field(min_length=1)
     # An extension of vLLM and TensorRT-LLM.
     chat_template_kwargs: Settings | None = None
@@ -198,19 +178,20 @@ class CompletionRequest(CompletionOptions, Wishes):
         return given
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """vLLM's /tokenize: a text, or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
     chat_template_kwargs: Settings | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """vLLM's /detokenize."""
 
     model: str | None = None
@@ -288,8 +269,8 @@ def quoted(name: str) -> str:
 def _place(error: ErrorDetails, raw: Any) -> str:
     """Path of an error in the body: its `loc` without the names that pydantic gives to the types a field may have."""
     out, value = [], raw
-    for part in error["loc"]:
-        if isinstance(value, dict) and (part in value or error["type"] == "missing"):
+    for left, part in enumerate(error["loc"], 1 - len(error["loc"])):
+        if isinstance(value, dict) and (part in value or (error["type"] == "missing" and left == 0)):
             out.append(str(part))
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int):

@@ -35,6 +35,7 @@ class Text:
                 remedy="correct generation_config.json",
             )
         template = read_template(folder)
+        self.template = template
         self.apply_template = compile_template(folder, template) if template is not None else None
         path = folder / "generation_config.json"
         generation = read_json(path, "generation config") if path.is_file() else {}
@@ -58,15 +59,20 @@ class Text:
         """Most characters that one token can stand for. A normalizer, such as Qwen's NFC, turns up to four into one."""
         return max(map(len, self.tokenizer.get_vocab())) * (1 if self.tokenizer.normalizer is None else 4)
 
-    def render(self, messages: list[dict[str, str]], settings: Mapping[str, Any] | None = None) -> str:
-        """The text of a chat. `settings` are variables of the template.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        settings: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The text of a chat. `settings` are variables of the template, `tools` what the answer may call.
 
         Raises Failure without a chat template, or when the template refuses the messages.
         """
         if self.apply_template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            return self.apply_template(messages, settings)
+            return self.apply_template(messages, settings, tools)
         except InputDataError as error:
             why = quoted(error.why or "")
             raise wrong(f"the chat template refuses these messages: {why}", "messages") from None
@@ -77,12 +83,31 @@ class Text:
         ids: list[int] = encoding.ids
         return ids
 
-    def detokenizer(self) -> Any:
-        return shared().Detokenizer(self.tokenizer, True)
+    def detokenizer(self, shown: str | None = None) -> Any:
+        """A detokenizer that leaves out special tokens, except the one whose text is `shown`."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {number: token.content for number, token in added.items() if token.special}
+        if shown not in special.values():
+            return shared().Detokenizer(self.tokenizer, True)
+        return _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text != shown))
 
     def token(self, number: int) -> str:
         """One token's own text, with special tokens spelled out."""
         return str(self.tokenizer.decode([number], skip_special_tokens=False))
+
+
+class _Showing:
+    """A detokenizer that leaves out the `hidden` special tokens alone."""
+
+    def __init__(self, tokenizer: Any, hidden: frozenset[int]) -> None:
+        self._inner = shared().Detokenizer(tokenizer, False)
+        self._hidden = hidden
+
+    def push(self, ids: list[int]) -> str:
+        return str(self._inner.push([one for one in ids if one not in self._hidden]))
+
+    def flush(self) -> str:
+        return str(self._inner.flush())
 
 
 class Stops:

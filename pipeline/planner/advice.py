@@ -54,6 +54,7 @@ class Question:
     objectives  SLOs; empty: throughput without limit
     prices      price of one GPU per hour, by GPU name; overrides the GPU's file
     stored      quantization that the model's files have already
+    release     release of TensorRT-LLM whose speed is predicted; None: the newest that is known
     """
 
     model: str
@@ -69,6 +70,7 @@ class Question:
     rate: float | None = None
     prices: dict[str, float] | None = None
     stored: Stored | None = None
+    release: str | None = None
 
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < math.inf:
@@ -119,6 +121,17 @@ class Candidate:
         return self._cost(self.best)
 
     @property
+    def interval(self) -> dict[str, tuple[float, float]]:
+        """Least and most at `best` by quantity, if this option is as far off as 8 of 10 held-out figures."""
+        if self.best is None or self.option is None:
+            return {}
+        shares, _ = self.option.confidence
+        values = {"output_tokens_per_s": self.best.tokens_per_s}
+        values |= {"ttft_ms": float(self.best.ttft.mean())} if len(self.best.ttft) else {}
+        values |= {"tpot_ms": float(self.best.tpot.mean())} if len(self.best.tpot) else {}
+        return {key: _within(value, shares[key]) for key, value in values.items()}
+
+    @property
     def single_cost(self) -> float | None:
         return self._cost(self.single)
 
@@ -155,6 +168,7 @@ class Candidate:
             "max_rate": self.rate,
             "at_max_rate": self.best and self.best.to_json(),
             "one_client": self.single and self.single.to_json(),
+            "interval": self.interval,
             "price_per_hour": self.price,
             "cost_per_million_output_tokens": self.cost,
             "cost_per_million_output_tokens_one_client": self.single_cost,
@@ -177,6 +191,7 @@ class Advice:
         return {
             "model": self.question.model,
             "runtime": self.question.runtime,
+            "release": self.question.release,
             "objectives": [vars(one) for one in self.question.objectives],
             "rate": self.question.rate,
             "lengths": vars(self.lengths),
@@ -188,7 +203,7 @@ class Advice:
 
 def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
     """Raises UsageError for objectives that cannot be predicted, and where no option can serve anything."""
-    how = (efficiency or load_efficiency()).of(question.runtime)
+    how = (efficiency or load_efficiency()).of(question.runtime, question.release)
     lengths = question.demand.lengths()
     remedy = "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"
     require_length(question.shape, question.model, lengths.longest, "the load", remedy)
@@ -309,11 +324,21 @@ def _reason(option: Option, best: Prediction, precision: Precision) -> str:
     said = (
         f"{BOUND[name]} ({share:.0%} of the time)" if share >= RULES else f"balanced; most of it {name} ({share:.0%})"
     )
+    errors, known = option.confidence
+    low, high = _within(best.tokens_per_s, errors["output_tokens_per_s"])
+    said += f"; {low:.0f} to {high:.0f} tokens/s"
+    if not known:
+        said += f", a wide guess: no figure of {option.cost.counts.kind.upper()} on SM{option.gpu.sm} was compared"
     if best.in_flight >= option.limits.max_batch_size:
         said += f"; the KV cache holds {option.limits.max_batch_size} at once"
     if option.gpu.sm is not None and option.gpu.sm < 89 and "fp8" not in precision.name:
         said += "; FP8 unavailable"
     return said
+
+
+def _within(value: float, share: float) -> tuple[float, float]:
+    """Where the true value lies, if `value` is off by no more than `share` of it."""
+    return value / (1 + share), value / max(1 - share, 0.1)
 
 
 def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> list[str]:

@@ -6,13 +6,17 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
                 read the weights, joined by a p-norm since neither hides the other completely. Of E experts, k for each
                 token, the parameters of k are computed, and those are read that some token picks: where tokens pick
                 independently, E x (1 - (1 - k / E)^T) on average
-    attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half);
-                of decoding: bytes of the KV cache that are read
-    elementwise norms, activations, quantization: passes over T x (hidden + intermediate / tp) values of 16 bits
+    attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half)
+    cache       of decoding: bytes of the KV cache that are read. Where every head has keys and values of its own in 8
+                bits, the kernel that decodes them before use is bound by values a second instead
+    elementwise norms, rotation, activations, quantization, and what prompts' attention reads and writes besides its
+                products: passes over T x (hidden + MLP features + heads' features) values of 16 bits. Below 2,000
+                tokens of prompt they are most of its attention
     head        product with the vocabulary, for the sequences that get a token
-    all-reduce  two per layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency; one covers all
-                experts, however the ranks divide them
-    overhead    per step, per layer, per sequence
+    all-reduce  two per layer: a latency, and 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link. One covers all
+                experts, however the ranks divide them. Over NVLink the latency is that of a one-shot kernel; over PCIe
+                it grows with the number of GPUs
+    overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
 (arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
@@ -65,17 +69,20 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> Any:
-        return sum(self)
+        products, attention, cache, elementwise, head, allreduce, overhead = self
+        return products + attention + cache + elementwise + head + allreduce + overhead
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """Step cost of one engine on one kind of GPU. Made by `of`. Counts are per GPU; takes numbers or numpy arrays.
+class Counts:
+    """What one GPU of an engine computes, reads and sends.
 
     parameters    those that compute a token
     weight_bytes  what every step reads; experts are apart
     expert_bytes  of all experts
     picked        share of the experts that compute a token
+    values        numbers of the KV cache per token, where every head has its own in 8 bits, else 0
+    kind          operand type of the products; `kind16` that of an unquantized model
     """
 
     layers: int
@@ -86,18 +93,40 @@ class StepCost:
     head_parameters: int
     head_bytes: int
     token_bytes: int
+    values: int
     attention_width: int
     hidden: int
     wide: int
     tp: int
-    flops: float
-    flops16: float
-    bandwidth: float
-    link: float
-    latency: float
-    share: float
-    share16: float
+    kind: str
+    kind16: str
+    kind_attention: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Step cost of one engine on one kind of GPU. Made by `of`. Takes numbers or numpy arrays.
+
+    Seconds: of a token's products and reading all weights, of the experts, of a unit of the prompts' attention, of a
+    cached token, of a token's elementwise passes and all-reduces, of a sequence's row of the head and reading the head,
+    of a sequence besides, and of a step whatever it computes.
+    """
+
+    counts: Counts
+    gpu: GpuSpec
     efficiency: Efficiency
+    token_s: float
+    weights_s: float
+    experts_s: float
+    work_s: float
+    cached_s: float
+    elementwise_s: float
+    head_row_s: float
+    head_s: float
+    sent_s: float
+    allreduce_s: float
+    request_s: float
+    fixed_s: float
 
     @classmethod
     def of(
@@ -110,92 +139,126 @@ class StepCost:
         efficiency: Efficiency,
     ) -> StepCost:
         """Raises UsageError for a GPU that lacks a figure needed here."""
-        tp, layers = mapping.tp_size, model.num_hidden_layers
-        heads = (model.num_attention_heads + 2 * max(model.num_key_value_heads, tp)) * model.head_size
-        attention = heads + model.num_attention_heads * model.head_size
-        experts = model.experts
-        scores = 0 if experts is None else experts.count
-        parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
-        head = model.vocab_size * model.hidden_size // tp
-        wide = 4 if dtype is DataType.FLOAT32 else 2
-        # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
-        table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
-        of_experts = expert_bytes(model, dtype, mapping, quantization)
-        weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide - of_experts
-        algo = quantization.quant_algo
-        assert gpu.sm is not None
-        # Without tensor cores for the operands the weights are decoded first.
-        coded = algo is not None and (not algo.row.native or gpu.sm in algo.row.native)
-        kind = (algo.row.operands if algo is not None and coded else "") or KIND[dtype]
-        return cls(
-            layers=layers,
-            parameters=parameters,
-            weight_bytes=max(weights, 1),
-            expert_bytes=of_experts,
-            picked=1.0 if experts is None else experts.top_k / experts.count,
-            head_parameters=head,
-            head_bytes=head * wide,
-            token_bytes=kv_token_bytes(model, dtype, mapping, quantization),
-            attention_width=layers * model.num_attention_heads * model.head_size // tp,
-            hidden=model.hidden_size,
-            wide=mlp_width(model) // tp,
-            tp=tp,
-            flops=efficiency.flops(gpu, kind),
-            flops16=efficiency.flops(gpu, KIND[dtype]),
-            bandwidth=efficiency.bandwidth(gpu),
-            link=link_bandwidth(gpu, tp, efficiency),
-            latency=efficiency.allreduce_s,
-            share=efficiency.product(gpu.sm, kind),
-            share16=efficiency.product(gpu.sm, "fp16"),
-            efficiency=efficiency,
-        )
+        return _under(_count(model, dtype, mapping, quantization, gpu), gpu, efficiency)
+
+    def under(self, efficiency: Efficiency) -> StepCost:
+        """The same engine with other efficiencies; shapes are not counted again."""
+        return _under(self.counts, self.gpu, efficiency)
 
     def parts(self, step: Step) -> Parts:
-        how, tokens = self.efficiency, step.context + step.decoding
-        allreduce = 0.0
-        if self.tp > 1:
-            sent = 2 * (self.tp - 1) / self.tp * tokens * self.hidden * 2
-            allreduce = 2 * self.layers * (self.latency + sent / self.link)
+        tokens = step.context + step.decoding
         return Parts(
-            products=self._roof(
-                2 * tokens * self.parameters / (self.flops * self.share), self.read(tokens) / self._reading
-            ),
-            attention=4 * self.attention_width * step.work / (self.flops16 * how.attention),
-            cache=step.cached * self.token_bytes / (self.bandwidth * how.kv),
-            elementwise=self.layers * tokens * (self.hidden + self.wide) * 2 * how.elementwise / self.bandwidth,
-            head=self._roof(
-                2 * step.logits * self.head_parameters / (self.flops16 * self.share16), self.head_bytes / self._reading
-            ),
-            allreduce=allreduce,
-            overhead=how.step_s + how.layer_s * self.layers + how.request_s * step.logits,
+            products=self._roof(tokens * self.token_s, self.reading(tokens)),
+            attention=step.work * self.work_s,
+            cache=step.cached * self.cached_s,
+            elementwise=tokens * self.elementwise_s,
+            head=self._roof(step.logits * self.head_row_s, self.head_s),
+            allreduce=self.allreduce_s + tokens * self.sent_s,
+            overhead=self.fixed_s + self.request_s * step.logits,
         )
 
-    def read(self, tokens: Any) -> Any:
-        """Bytes of the weights that a step of `tokens` reads, on average."""
-        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.picked) ** tokens)
+    def reading(self, tokens: Any) -> Any:
+        """Seconds in which the weights are read that a step of `tokens` needs, on average."""
+        if not self.experts_s:
+            return self.weights_s
+        return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
 
     def seconds(self, step: Step) -> Any:
         return self.parts(step).total
 
     def with_kv_share(self, share: float) -> StepCost:
         """The same cost with a KV cache that is read at `share` of the speed."""
-        return replace(self, efficiency=replace(self.efficiency, kv=self.efficiency.kv * share))
-
-    @property
-    def _reading(self) -> float:
-        return self.bandwidth * self.efficiency.weights
+        return replace(self, cached_s=self.cached_s / share)
 
     def _roof(self, compute: Any, memory: Any) -> Any:
         power = self.efficiency.sharpness
         return (compute**power + memory**power) ** (1 / power)
 
 
-def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
-    """Bytes per second of an all-reduce over tp GPUs, in one direction. Raises UsageError where there is no link."""
+def _count(
+    model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization, gpu: GpuSpec
+) -> Counts:  # fmt: skip
+    tp, layers = mapping.tp_size, model.num_hidden_layers
+    heads = (model.num_attention_heads + 2 * max(model.num_key_value_heads, tp)) * model.head_size
+    attention = heads + model.num_attention_heads * model.head_size
+    experts = model.experts
+    scores = 0 if experts is None else experts.count
+    parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
+    head = model.vocab_size * model.hidden_size // tp
+    wide = 4 if dtype is DataType.FLOAT32 else 2
+    # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
+    table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
+    of_experts = expert_bytes(model, dtype, mapping, quantization)
+    weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide - of_experts
+    algo = quantization.quant_algo
+    assert gpu.sm is not None
+    # Without tensor cores for the operands the weights are decoded first.
+    coded = algo is not None and (not algo.row.native or gpu.sm in algo.row.native)
+    kind = (algo.row.operands if algo is not None and coded else "") or KIND[dtype]
+    token = kv_token_bytes(model, dtype, mapping, quantization)
+    own = quantization.kv_cache_quant_algo is not None and model.num_attention_heads == model.num_key_value_heads
+    return Counts(
+        layers=layers,
+        parameters=parameters,
+        weight_bytes=max(weights, 1),
+        expert_bytes=of_experts,
+        picked=1.0 if experts is None else experts.top_k / experts.count,
+        head_parameters=head,
+        head_bytes=head * wide,
+        token_bytes=token,
+        values=token if own else 0,
+        attention_width=layers * model.num_attention_heads * model.head_size // tp,
+        hidden=model.hidden_size,
+        wide=(mlp_width(model) + heads) // tp,
+        tp=tp,
+        kind=kind,
+        kind16=KIND[dtype],
+        # The prompts' attention is in FP8 where the products and the cache are.
+        kind_attention="fp8" if kind in ("fp8", "fp4") and quantization.kv_cache_quant_algo else KIND[dtype],
+    )
+
+
+def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
+    assert gpu.sm is not None
+    layers, tp, slower = counts.layers, counts.tp, how.slower
+    flops16 = how.flops(gpu, counts.kind16)
+    bandwidth = how.bandwidth(gpu)
+    reading = bandwidth * how.weights
+    cached = counts.token_bytes / (bandwidth * how.kv)
+    if counts.values:
+        cached = max(cached, counts.values / (flops16 * how.own_heads))
+    allreduce = sent = 0.0
+    link, latency = link_of(gpu, tp, how)
+    if tp > 1:
+        allreduce = 2 * layers * latency
+        sent = 2 * layers * 2 * (tp - 1) / tp * counts.hidden * 2 / link * slower
+    return StepCost(
+        counts=counts, gpu=gpu, efficiency=how,
+        token_s=2 * counts.parameters / (how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)) * slower,
+        weights_s=counts.weight_bytes / reading,
+        experts_s=counts.expert_bytes / reading,
+        work_s=4 * counts.attention_width / (flops16 * how.prompt(gpu.sm, counts.kind_attention)) * slower,
+        cached_s=cached * slower,
+        elementwise_s=layers * (counts.hidden + counts.wide) * 2 * how.elementwise / bandwidth * slower,
+        head_row_s=2 * counts.head_parameters / (flops16 * how.product(gpu.sm, counts.kind16)) * slower,
+        head_s=counts.head_bytes / reading,
+        sent_s=sent,
+        allreduce_s=allreduce,
+        request_s=how.request_s * slower,
+        fixed_s=how.step_s + how.layer_s * layers,
+    )  # fmt: skip
+
+
+def link_of(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> tuple[float, float]:
+    """Bytes per second of an all-reduce over tp GPUs, in one direction, and its latency in seconds.
+
+    A bridge over two cards is not part of a card: it counts where `trtpipe probe` measured it.
+    Raises UsageError where there is no link.
+    """
     gpu.require_ranks(tp)
     if tp == 1:
-        return 1.0
-    joined = gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or tp <= gpu.nvlink_gpus)
-    if joined:
-        return efficiency.nvlink_bandwidth(gpu) * efficiency.nvlink
-    return gpu.require("pcie_gbs") * efficiency.pcie * 1e9
+        return 1.0, 0.0
+    bridged = gpu.measured is not None and gpu.measured.nvlink_gbs is not None
+    if gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or (bridged and tp <= gpu.nvlink_gpus)):
+        return efficiency.nvlink_bandwidth(gpu) * efficiency.nvlink, efficiency.allreduce_s
+    return gpu.require("pcie_gbs") * efficiency.pcie_share(tp) * 1e9, efficiency.allreduce_s * tp

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,18 +49,11 @@ class Demand:
         """`count` requests of clients that begin at `rate` per second."""
         load = Open(rate=rate * self.turns, requests=count)
         due = due_times(load, (SEED, 0), count=count) / 1e9
-        return [replace(one, arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
+        return [one._replace(arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
 
     def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
         """`count` requests of `concurrency` clients, each of which sends the next as soon as one is answered."""
-        asked = self._drawn(count)
-        rest = iter(asked[concurrency:])
-
-        def follow(index: int, now: float) -> Asked | None:
-            more = next(rest, None)
-            return None if more is None else replace(more, arrival=now)
-
-        return asked[:concurrency], follow
+        return closed_loop(self._drawn(count), concurrency)
 
     def _drawn(self, count: int) -> list[Asked]:
         return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count)]
@@ -102,3 +94,23 @@ class Demand:
                         break
                     client.append(Asked(0.0, history + new, answer, history if self.reuse else 0))
             yield client
+
+
+def closed_loop(asked: list[Asked], concurrency: int) -> tuple[list[Asked], Follow]:
+    """First requests of `concurrency` clients, and what each sends next.
+
+    Clients are out of step, as they are after a while: of its first answer each has some part still to come, drawn
+    evenly. Clients that start together and ask for equal lengths stay in step, and then wait for one another's prompts.
+    """
+    parts = generator((SEED, 3)).random(concurrency)
+    first = [
+        one._replace(arrival=0.0, output=max(1, round(one.output * part)))
+        for one, part in zip(asked[:concurrency], parts.tolist(), strict=False)
+    ]
+    rest = iter(asked[concurrency:])
+
+    def follow(index: int, now: float) -> Asked | None:
+        more = next(rest, None)
+        return None if more is None else more._replace(arrival=now)
+
+    return first, follow

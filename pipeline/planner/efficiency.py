@@ -3,71 +3,109 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from trtpipe.configs import facts, read
+from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
+
+# What an engine spends besides computing and reading.
+OVERHEADS = ("step_s", "layer_s", "request_s", "allreduce_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Efficiency of one runtime. Shares are of data-sheet figures; see `cost.StepCost` for the formulas.
+    """Efficiency of one runtime. Shares are of data-sheet figures; see `cost` for the formulas.
 
+    Measured on single operations (docs/measurements/planner.md says where):
     products       share of dense TFLOPS in large matrix products, by SM and by type: "90.fp8"
-    attention      share of dense FP16 TFLOPS in the prompt's attention
+    attention      share of dense FP16 TFLOPS in the prompt's attention, likewise
     weights        share of memory bandwidth when weights are read
     kv             share of memory bandwidth when the KV cache is read
+    own_heads      8-bit values of a KV cache without grouped queries that are read, for each FP16 operation
     sharpness      exponent of the norm that joins compute and bandwidth time of a product: 1 adds them, infinity takes
                    the larger
+    nvlink         share of the link's bandwidth in an all-reduce
+    pcie           the same over PCIe, by number of GPUs: a guess where nothing was measured, since it depends on the
+                   host's switches and sockets
+
+    Fitted to published runs:
     elementwise    number of passes over a token's activations between products
     step_s         seconds of a step besides its layers
-    layer_s        seconds of a layer besides its work: kernel launches
+    layer_s        seconds of a layer besides its work: kernels start and end
     request_s      seconds of a step for each sequence in it: sampling and bookkeeping
-    nvlink, pcie   share of the link's bandwidth in an all-reduce
-    allreduce_s    seconds of an all-reduce besides its bytes
+    allreduce_s    seconds of an all-reduce besides its bytes: its kernel, and waiting for the slowest GPU
     front_s        seconds from a client to the engine and back, once per request
+    slower         factor on a step of this release
     activations    share of the largest layer's activations that TensorRT reserves
     runtime_gib    GiB that are used before anything is loaded
-    runtimes       values that differ from the above for runtimes other than TensorRT-LLM
+    runtimes       values that differ from the above for runtimes other than TensorRT-LLM's engines
+    releases       `slower` by runtime and release of TensorRT-LLM
+    errors         by quantity, runtime, SM and type: what 8 of 10 errors of held-out figures are within
     probed         measurements by `trtpipe probe` on a card that the fit holds for, as shares of its data sheet
     """
 
     products: dict[str, float]
-    attention: float
+    attention: dict[str, float]
     weights: float
     kv: float
+    own_heads: float
     sharpness: float
+    nvlink: float
+    pcie: dict[int, float]
     elementwise: float
     step_s: float
     layer_s: float
     request_s: float
-    nvlink: float
-    pcie: float
     allreduce_s: float
     front_s: float
     activations: float
     runtime_gib: float
     probed: dict[str, float]
     runtimes: dict[str, dict[str, float]]
+    releases: dict[str, dict[str, float]]
+    errors: dict[str, dict[str, float]]
+    slower: float = 1.0
+    runtime: str = "tensorrt_llm"
 
-    def of(self, runtime: str) -> Efficiency:
-        """Efficiency of a runtime. Raises UsageError for one that cannot be predicted."""
-        if runtime == "tensorrt_llm":
-            return self
-        if runtime not in self.runtimes:
+    def of(self, runtime: str, release: str | None = None) -> Efficiency:
+        """Efficiency of a runtime, in a release of TensorRT-LLM: the nearest at or before `release` that was fitted,
+        else the oldest; without `release` the newest. Raises UsageError for a runtime that cannot be predicted."""
+        if runtime != "tensorrt_llm" and runtime not in self.runtimes:
             known = ["tensorrt_llm", *self.runtimes]
             raise UsageError(f"the speed of runtime {runtime} is not predicted", remedy=suggestion(runtime, known))
-        return dataclasses.replace(self, **self.runtimes[runtime])  # type: ignore[arg-type]
+        rows = self.releases.get(runtime, {})
+        slower = 1.0
+        if rows:
+            fitted = sorted(rows, key=_version)
+            before = [one for one in fitted if release is None or _version(one) <= _version(release)]
+            slower = rows[(before or fitted[:1])[-1]]
+        values: dict[str, Any] = {"slower": slower, **self.runtimes.get(runtime, {})}
+        return dataclasses.replace(self, runtime=runtime, **values)
+
+    def confidence(self, sm: int, kind: str) -> tuple[dict[str, float], bool]:
+        """How far off 8 of 10 held-out figures were, as shares by quantity, and whether figures of this SM, type of
+        operands and runtime were among them; where none were, twice the widest of the others."""
+        wanted = {"bf16": "fp16"}.get(kind, kind)
+        here = {quantity: rows.get(f"{self.runtime} {sm}.{wanted}") for quantity, rows in self.errors.items()}
+        wide = {quantity: 2 * max(rows.values()) for quantity, rows in self.errors.items()}
+        known = here.get("output_tokens_per_s") is not None
+        return {quantity: wide[quantity] if value is None else value for quantity, value in here.items()}, known
 
     def product(self, sm: int, kind: str) -> float:
-        """Share in matrix products for this SM, or for the nearest SM that has been fitted."""
-        # No published figure of FP4 has been fitted: it is taken to reach the share that FP8 reaches.
-        wanted = {"bf16": "fp16", "fp4": "fp8"}.get(kind, kind)
-        known = {int(key.split(".")[0]): value for key, value in self.products.items() if key.endswith(f".{wanted}")}
-        if not known:
-            raise UsageError(f"no efficiency of {kind} is known", remedy="choose another --dtype")
-        return known[min(known, key=lambda one: (abs(one - sm), one))]
+        """Share in matrix products for this SM, or for the nearest SM that has been measured."""
+        return _nearest(self.products, sm, kind)
+
+    def prompt(self, sm: int, kind: str) -> float:
+        """Share of FP16 TFLOPS in the prompt's attention, likewise."""
+        return _nearest(self.attention, sm, kind)
+
+    def pcie_share(self, tp: int) -> float:
+        return self.pcie[min((known for known in self.pcie if known >= tp), default=max(self.pcie))]
 
     def bandwidth(self, gpu: GpuSpec) -> float:
         """Bytes per second of the data sheet; for a probed card, the data-sheet value that matches the measured one."""
@@ -89,5 +127,36 @@ class Efficiency:
 
 
 def load_efficiency() -> Efficiency:
+    """The shipped efficiencies, with the overheads that `trtpipe plan --calibrate` wrote. Raises ConfigError."""
     path = facts.CONFIGS / "efficiency.yaml"
-    return read.build(Efficiency, read.read_yaml(path), path.name)
+    shipped = read.build(Efficiency, read.read_yaml(path), path.name)
+    if not own_file().is_file():
+        return shipped
+    own = read.build(Own, read.read_yaml(own_file()), str(own_file()))
+    for name, values in own.runtimes.items():
+        read.check_keys(values, [*OVERHEADS, "slower", "front_s"], f"{own_file()}, {name}")
+    return dataclasses.replace(shipped, runtimes={**shipped.runtimes, **own.runtimes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """A user's efficiency.yaml."""
+
+    runtimes: dict[str, dict[str, float]]
+
+
+def own_file() -> Path:
+    return default_home() / "efficiency.yaml"
+
+
+def _nearest(shares: dict[str, float], sm: int, kind: str) -> float:
+    wanted = {"bf16": "fp16"}.get(kind, kind)
+    known = {int(key.split(".")[0]): value for key, value in shares.items() if key.endswith(f".{wanted}")}
+    if not known:
+        raise UsageError(f"no efficiency of {kind} is known", remedy="choose another --dtype")
+    return known[min(known, key=lambda one: (abs(one - sm), one))]
+
+
+def _version(release: str) -> tuple[int, ...]:
+    """Numbers of a release: (1, 3, 0) of 1.3.0rc29."""
+    return tuple(int(part) for part in re.findall(r"\d+", release.partition("rc")[0]))

@@ -28,7 +28,7 @@ HEADINGS = {
 }  # fmt: skip
 PREDICTED = (
     "Predicted, not measured: weights and KV cache are exact, times come from a simulation of in-flight batching whose "
-    "efficiencies were fitted to NVIDIA's published figures of TensorRT-LLM 0.17."
+    "efficiencies were fitted to published runs of TensorRT-LLM."
 )
 READING = (
     "Right and high is good. Numbers are requests in flight. A filled mark meets all objectives, a hollow one not."

@@ -24,8 +24,6 @@ from trtpipe.pipeline.planner.sizes import sizes
 
 # Share of a run's time that is left out at the start, while the batch fills.
 FILLING = 0.5
-# Share of a closed loop's answers that is left out at the start and at the end.
-EDGE = 0.1
 # Least length of a run in request latencies, and the most requests to reach it.
 LATENCIES, MOST_REQUESTS = 8, 10_000
 # Least share of the offered rate that must be served; chance alone takes a few per cent of a run.
@@ -74,6 +72,12 @@ class Option:
             model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
             cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency), chunked=chunked,
         )  # fmt: skip
+
+    @property
+    def confidence(self) -> tuple[dict[str, float], bool]:
+        """Shares by quantity that predictions are off by, and whether figures of this kind were compared."""
+        assert self.gpu.sm is not None
+        return self.cost.efficiency.confidence(self.gpu.sm, self.cost.counts.kind)
 
     @property
     def places(self) -> Places:
@@ -132,15 +136,16 @@ class Option:
 
         timeline = simulate(asked, self.places, self.seconds, follow=follow, watch=watch if with_shares else None)
         total = sum(shares.values())
-        return Prediction.of(timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
+        return Prediction.of(
+            timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()}, len(asked)
+        )
 
 
 def bounds(cost: StepCost, step: Step) -> dict[str, float]:
     """Seconds of a step by what bounds it: compute, weights, kv, all-reduce, overhead."""
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
-    compute = 2 * tokens * cost.parameters / (cost.flops * cost.share)
-    reading = cost.read(tokens) / (cost.bandwidth * cost.efficiency.weights)
+    compute, reading = tokens * cost.token_s, cost.reading(tokens)
     products = parts.products + parts.head
     return {
         "compute": products * compute / (compute + reading) + parts.attention,
@@ -181,7 +186,11 @@ class Prediction:
     shares: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float]) -> Prediction:
+    def of(
+        cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float], clients: int
+    ) -> Prediction:
+        """`clients` is the number of requests at once of a closed loop. Tokens are counted when they come, not when
+        their request ends: in a run of equal requests, whole waves end together inside the window or outside it."""
         served = [
             (one.arrival, one.output, first, end)
             for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
@@ -191,14 +200,18 @@ class Prediction:
             raise UsageError("no request fits")
         arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
         if offered is None:
+            # From when every client has had its first answer, which was cut short, until the last request is sent.
             order = np.sort(end)
-            start, stop = order[int(EDGE * len(order))], order[int((1 - EDGE) * (len(order) - 1))]
+            start, stop = (
+                order[min(clients, len(order) // 2) - 1],
+                order[max(len(order) - clients - 1, len(order) // 2)],
+            )
         else:
             start, stop = arrival.min() + FILLING * (arrival.max() - arrival.min()), arrival.max()
-        measured = (arrival >= start) & (arrival <= stop) if offered is not None else arrival >= arrival.min()
-        inside = (end > start) & (end <= stop)
+        measured = (arrival >= start) & (arrival <= stop)
         seconds = max(stop - start, 1e-9)
         several = measured & (output > 1)
+        inside = float(((end > start) & (end <= stop)).sum())
         return cls(
             offered=offered,
             ttft=(first - arrival + front_s)[measured] * 1e3,
@@ -206,12 +219,30 @@ class Prediction:
             itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1),
             latency=(end - arrival + front_s)[measured] * 1e3,
             output=output[measured],
-            tokens_per_s=float(output[inside].sum() / seconds),
-            requests_per_s=float(inside.sum() / seconds),
+            tokens_per_s=float(_between(first, end, output, start, stop).sum() / seconds),
+            requests_per_s=inside / seconds,
             in_flight=timeline.most,
             busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
             shares=shares,
         )
+
+    @classmethod
+    def whole(cls, timeline: Timeline, front_s: float) -> Prediction:
+        """The whole run, as a load tester reports it that sends a given number of requests."""
+        served = [
+            (one.arrival, one.output, first, end)
+            for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
+            if first is not None and end is not None
+        ]
+        arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
+        seconds, several = end.max() - arrival.min(), output > 1
+        return cls(
+            offered=None, ttft=(first - arrival + front_s) * 1e3,
+            tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
+            itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1), latency=(end - arrival + front_s) * 1e3,
+            output=output, tokens_per_s=float(output.sum() / seconds), requests_per_s=len(output) / seconds,
+            in_flight=timeline.most, busy=float(timeline.busy / seconds),
+        )  # fmt: skip
 
     def value(self, objective: Objective) -> float | None:
         """The objective's statistic in ms; None where no request has a value."""
@@ -260,6 +291,13 @@ class Prediction:
             "busy": self.busy,
             "time_by_bound": self.shares,
         }
+
+
+def _between(first: Any, end: Any, output: Any, start: float, stop: float) -> Any:
+    """Tokens of each request that come after `start`, until `stop`: one at `first`, the others evenly until `end`."""
+    spell = np.maximum(end - first, 1e-12)
+    share = np.clip((np.minimum(end, stop) - np.maximum(first, start)) / spell, 0.0, 1.0)
+    return ((first > start) & (first <= stop)) + np.where(output > 1, (output - 1) * share, 0.0)
 
 
 def quantization(precision: Precision) -> Quantization:

@@ -121,13 +121,14 @@ def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, flo
     """
     tokens = lengths.mean_input + lengths.mean_output / 2
     cost = option.cost
-    operations = 2.0 * cost.parameters * cost.tp
+    counts = cost.counts
+    operations = 2.0 * counts.parameters * counts.tp
     again = float(cost.seconds(Step(context=tokens, decoding=0, cached=0, work=tokens**2 / 2, logits=1)))
     return WhatIf(
         name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now[0], now[0]), tpot=(now[1], 1e3 * again),
         tokens_per_s=(now[2], 1 / again),
         said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
-        f"each token that is kept, {operations / (cost.token_bytes * cost.tp):.3g} for each byte of cache",
+        f"each token that is kept, {operations / (counts.token_bytes * counts.tp):.3g} for each byte of cache",
     )  # fmt: skip
 
 

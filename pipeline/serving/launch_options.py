@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtpipe.configs import facts
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import read_json
@@ -40,6 +41,8 @@ class LaunchOptions:
     gateway_workers      number of the gateway's processes
     api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
     tls_cert, tls_key    the gateway's certificate and key, PEM files
+    tool_format          format in which the only target's model writes calls of tools; that of its model file, or of
+                         its chat template, if left out
     model_names          names of the only target's model at the gateway; the target's name if left out
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
@@ -62,6 +65,7 @@ class LaunchOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     model_names: tuple[str, ...] = ()
+    tool_format: str | None = None
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str | None = None
@@ -124,7 +128,7 @@ def gateway_options(
     """
     chosen = GatewayOptions(
         models=tuple(
-            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER))
+            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format)
             for one, passport in zip(served, passports, strict=True)
         ),
         # A server that listens on all addresses is reached on loopback.
@@ -145,7 +149,8 @@ def gateway_options(
     return chosen
 
 
-def _gateway_model(served: Served, passport: Passport, adapters: Path) -> ServedModel:
+def _gateway_model(served: Served, passport: Passport, adapters: Path, tool_format: str | None) -> ServedModel:
+    built_from = passport.weights.get("model")
     return ServedModel(
         name=served.model_names[0],
         aliases=served.model_names[1:],
@@ -154,6 +159,7 @@ def _gateway_model(served: Served, passport: Passport, adapters: Path) -> Served
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
         vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
+        tool_format=tool_format or (facts.find_tool_format(built_from) if built_from else None),
         adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
 
@@ -165,9 +171,9 @@ def _vocab_size(config: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
+def gateway_model(target: str, names: tuple[str, ...], tool_format: str | None) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     served = Served(name=found, repository=repository, names=names)
-    return _gateway_model(served, passport, repository / ADAPTER_FOLDER)
+    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format)

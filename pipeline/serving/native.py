@@ -95,6 +95,7 @@ def _port(options: LaunchOptions) -> int:
         "--tls-cert": options.tls_cert is not None,
         "--tls-key": options.tls_key is not None,
         "--cors-origin": bool(options.cors_origins),
+        "--tool-format": options.tool_format is not None,
         "--gateway-workers": options.gateway_workers != 1,
         "--otlp-endpoint": options.otlp_endpoint is not None,
     }

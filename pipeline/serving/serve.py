@@ -74,8 +74,9 @@ def launch(
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
-    if options.model_names and len(targets) > 1:
-        raise UsageError("--served-model-name is for one target", remedy="leave it out, or serve the targets apart")
+    for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
+        if given and len(targets) > 1:
+            raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
     passports = [check_passport(name, repository) for name, repository in targets]
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:

@@ -12,18 +12,25 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying, write_model
+from tests.support.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying
+from tests.support.tool_models import TIME, WEATHER, call_text, write_tool_model
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 TOGETHER = 8
+TOLD: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "refusal": None, "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}]},
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+]  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": []}},
     "type": "object",
     "properties": {
         "a": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 3},
         "b": {"anyOf": [{"type": "string", "maxLength": 5}, {"$ref": "#/$defs/node"}]},
-        "c": {"type": ["integer", "null"], "minimum": 0, "multipleOf": 1},
+        "c": {"type": ["integer", "null"], "minimum": 0},
         "d": {"oneOf": [{"type": "string", "pattern": "^a$"}, {"type": "boolean"}]},
     },
     "required": ["a"],
@@ -35,6 +42,10 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, chat(logprobs=True, top_logprobs=1, temperature=0, repetition_penalty=1.1, presence_penalty=0.1)),
     (CHAT, chat() | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me"}]}),
     (CHAT, chat(tools=[], tool_choice="auto", logit_bias={}, response_format={"type": "text"}, metadata={"a": "b"})),
+    (CHAT, chat(tools=[WEATHER, TIME], tool_choice="auto", parallel_tool_calls=False, n=2)),
+    (CHAT, chat(tools=[WEATHER], tool_choice="required", stream=True)),
+    (CHAT, chat(tools=[TIME, WEATHER], tool_choice={"type": "function", "function": {"name": "get_time"}})),
+    (CHAT, chat(tools=[WEATHER]) | {"messages": TOLD}),
     (CHAT, chat(response_format={"type": "json_object"}, logit_bias={"5": -100, "6": 0.5})),
     (
         CHAT,
@@ -42,7 +53,7 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ),
     (TEXT, {"model": "llama", "prompt": "Once", "structured_outputs": {"json": SCHEMA}}),
     (TEXT, {"model": "llama", "prompt": "Once", "structured_outputs": {"choice": ["a", "b"]}}),
-    (TEXT, {"model": "llama", "prompt": ["a", [5]], "echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}),
+    (TEXT, {"model": "llama", "prompt": ["a", "b"], "echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}),
     (TEXT, {"model": "llama", "prompt": "Once", "logprobs": 0, "echo": False, "best_of": 1, "suffix": None}),
     (TEXT, {"model": "llama", "prompt": ["a", "b"], "n": 2, "max_tokens": 2, "frequency_penalty": -0.5}),
     (TEXT, {"model": "llama", "prompt": [5, 6, 7], "stream": True, "max_tokens": 2}),
@@ -54,6 +65,7 @@ VALUES: list[Any] = [
     "x" * 1000, "user", "system", "llama", "gpt-4", "0", "-1", "NaN", [], {}, [[]], [{}], [None], ["x", 1], [1, "x"],
     [1.5], [True], [-1], [2**40], [[], []], [[1], "x"], ["x"] * 17, {"role": "user"}, {"role": "user", "content": "x"},
     {"type": "text"}, {"type": [], "text": {}}, {"type": "image_url", "image_url": {"url": "x"}}, {"x" * 300: 1},
+    "tool", "assistant", "required", "get_time", "{}", "[",
     {"": ""}, {"a.b": {"0": 1}}, "#", "#/$defs/node", {"$ref": "#"}, {"type": "object"}, {"type": "integer"}, "object",
 ]  # fmt: skip
 NAMES = [
@@ -76,6 +88,12 @@ NAMES = [
     "",
     "0",
     "tools",
+    "tool_choice",
+    "tool_calls",
+    "tool_call_id",
+    "function",
+    "arguments",
+    "parameters",
     "user",
 ]
 PIECES = [
@@ -157,7 +175,7 @@ def check(path: str, body: bytes, answer: httpx.Response) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_model(tmp_path_factory.mktemp("tokenizer"))
+    yield write_tool_model(tmp_path_factory.mktemp("tokenizer"), "hermes")
     end_fork_servers()
 
 
@@ -181,7 +199,8 @@ def test_random_requests_are_answered(folder: Path, capfd: pytest.CaptureFixture
         assert 'status="500"} 0' in (await client.get("/metrics")).text
 
     limits = {"max_input_len": 1000, "max_seq_len": 2000}
-    ask(saying(folder, "x"), folder, scenario, model=limits, seconds=2900)
+    said = call_text("hermes", "get_time") + "<tool_call>{"
+    ask(saying(folder, said), folder, scenario, model=limits, seconds=2900)
     assert sum(statuses.values()) == count
-    assert min(statuses.get(200, 0), statuses.get(400, 0)) > count // 10, statuses
+    assert min(statuses.get(200, 0), statuses.get(400, 0)) > count // 12, statuses
     assert "Traceback" not in "".join(capfd.readouterr())

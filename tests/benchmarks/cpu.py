@@ -47,7 +47,7 @@ def one(runtime: str, engine: Path) -> dict[str, Any]:
     began = time.perf_counter()
     made = inside.ENGINES[runtime](engine, device="cpu", enable_kv_cache_reuse=False)
     loaded = time.perf_counter() - began
-    found = {str(level): loop.waves(made, level, TOKENS, TOKENS, waves=1) for level in LEVELS}
+    found = {str(level): loop.waves(made, level, TOKENS, TOKENS, waves=1)["waves"] for level in LEVELS}
     there = {one.name for one in importlib.metadata.distributions()}
     return {
         "tokens_per_s": found,

@@ -264,7 +264,7 @@ def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> Non
             "dtype": "auto", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True
         },
         "enable_chunked_prefill": True, "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "enable_iter_perf_stats": True,
+        "enable_iter_perf_stats": True, "guided_decoding_backend": "xgrammar",
         "triton_config": {
             "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
             "max_queue_size": 32,

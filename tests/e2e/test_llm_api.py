@@ -128,10 +128,12 @@ def test_a_chat_is_the_template_s_prompt_and_is_counted_in_tokens(front: Front) 
 
 def test_the_form_of_an_answer_reaches_the_llm_api(front: Front) -> None:
     # The double's answer is the guide that it was given.
-    for outputs, guide in (({"regex": "a+"}, "a+"), ({"choice": ["x"]}, 'root ::= "x"'), ({"json": True}, None)):
+    asked: tuple[tuple[dict[str, Any], str], ...] = (({"regex": "a+"}, "a+"), ({"choice": ["x"]}, 'root ::= "x"'))
+    for outputs, guide in asked:
         body = front.chat("Hello", max_tokens=100, structured_outputs=outputs)
-        assert guide is None or body["choices"][0]["message"]["content"] == guide
-    assert body["error"]["param"] == "structured_outputs.json"
+        assert body["choices"][0]["message"]["content"] == guide
+    refused = front.ask("completions", prompt="Hello", structured_outputs={"json": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs.json")
 
 
 def test_an_adapter_by_the_name_of_the_model(front: Front) -> None:

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.real
 
 TARGET = "adapted.cpu.fp32"
 SIZES = ("max_batch_size=4", "max_input_len=64", "max_seq_len=8192", "max_num_tokens=64", "max_lora_rank=8")
+# Other servers may run beside it.
+HERE = ("--server", TARGET)
 PROMPT = list(range(40, 60))
 NEW = 16
 
@@ -83,9 +85,9 @@ def front(cli: Cli, model: Path, serve: Callable[[str], Served]) -> Iterator[Fro
 def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_path: Path) -> None:
     second = write_adapter(tmp_path / "second", front.model, rank=8, seed=1, size=3)
     assert front.models() == [TARGET, f"{TARGET}:first"]
-    assert cli.ok("lora", "add", f"second={second}").out == f"{TARGET} serves {TARGET}:second\n"
+    assert cli.ok("lora", "add", f"second={second}", *HERE).out == f"{TARGET} serves {TARGET}:second\n"
     assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:second"]
-    listed = json.loads(cli.ok("lora", "list", "--json").out)
+    listed = json.loads(cli.ok("lora", "list", "--json", *HERE).out)
     assert [(one["model"], one["rank"]) for one in listed] == [(f"{TARGET}:first", 4), (f"{TARGET}:second", 8)]
     expected = front.expected(cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER)
     assert len(set(expected.values())) == 3
@@ -101,7 +103,7 @@ def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_pat
     thread = threading.Thread(target=lambda: running.append(front.text(names["second"], max_tokens=400)))
     thread.start()
     assert until(lambda: front.served.gauges()[ACTIVE] == 1)
-    assert cli.ok("lora", "remove", "second").out == f"{TARGET} no longer serves {TARGET}:second\n"
+    assert cli.ok("lora", "remove", "second", *HERE).out == f"{TARGET} no longer serves {TARGET}:second\n"
     refused = front.ask(names["second"])
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     thread.join()
@@ -110,12 +112,12 @@ def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_pat
 
 
 def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> None:
-    cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}")
+    cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}", *HERE)
     before = front.text(f"{TARGET}:kept")
-    cli.ok("reload")
+    cli.ok("reload", TARGET)
     assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:kept"]
     assert front.text(f"{TARGET}:kept") == before
-    cli.ok("lora", "remove", "kept")
+    cli.ok("lora", "remove", "kept", *HERE)
 
 
 def test_what_is_refused(front: Front, cli: Cli, tmp_path: Path) -> None:
@@ -130,6 +132,6 @@ def test_what_is_refused(front: Front, cli: Cli, tmp_path: Path) -> None:
         (("add", f"first={front.model.parent / 'first'}"), 2, "has an adapter 'first' already"),
         (("remove", "firs"), 2, "has no adapter 'firs'; did you mean 'first'?"),
     ):
-        done = cli.run("lora", *words)
+        done = cli.run("lora", *words, *HERE)
         assert (done.status, told in done.err, done.err.count("\n")) == (status, True, 1), done.err
     assert front.models() == [TARGET, f"{TARGET}:first"]

@@ -351,7 +351,7 @@ def test_what_was_finished_before_a_failure_is_kept(
 def test_what_a_failed_stage_left_is_kept_on_demand_and_named(
     model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    def fails(engine: Any, tokenizer: Path, serving: Any, out: Path) -> None:
+    def fails(engine: Any, tokenizer: Path, serving: Any, out: Path, **more: object) -> None:
         (out / "half").write_text("h")
         raise StageFailed("it broke")
 

@@ -26,14 +26,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import page, sections
+from tests.benchmarks.gpu import comparison, page, sections
 from tests.benchmarks.gpu.place import Place
 from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
 
-SECTIONS = ("families", "accuracy", "folders", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
+SECTIONS = (
+    "families", "accuracy", "folders", "engine", "kv_cache", "reference", "study", "quantize", "shared_gpu", "parallel",
+)  # fmt: skip
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
 
@@ -57,7 +59,8 @@ def main() -> int:
     (scratch / "reports").mkdir(exist_ok=True)
     gpus = read_gpus()
     product = gpus[0].name.replace(" ", "-")
-    gpu = next((spec.name for spec in facts.load_gpus().values() if spec.product == product), None)
+    whole = (spec for spec in facts.load_gpus().values() if not spec.mig)
+    gpu = next((spec.name for spec in whole if spec.product == product), None)
     if gpu is None:
         raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
     kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}
@@ -79,8 +82,16 @@ def main() -> int:
                 place.inside("synthetic", folder=str(model))
             getattr(sections, name)(place, model, keeper.result, keeper.keep)
         keeper.keep()
-        chosen.report.write_text(page.render(kept), encoding="utf-8")
+        write(kept, chosen.report)
     return 0
+
+
+def write(kept: dict[str, Any], report: Path) -> None:
+    """The page, and its figure beside it."""
+    figure = report.with_suffix(".svg")
+    if "engine" in kept:
+        figure.write_text(comparison.figure(kept, kept["engine"]["machine"]["gpu"]), encoding="utf-8")
+    report.write_text(page.render(kept, figure.name), encoding="utf-8")
 
 
 def left_out(name: str, gpus: int, nccl: list[int]) -> str:
@@ -122,8 +133,9 @@ class Keeper:
 
 
 def _settled(about: dict[str, Any]) -> list[Any]:
-    """What is the same in every run of a day: the bandwidth is measured each time."""
-    machine = {key: value for key, value in about.get("machine", {}).items() if key != "bandwidth_gbs"}
+    """What is the same in every run of a day: the bandwidth is measured each time, and the network may be set anew."""
+    changing = ("bandwidth_gbs", "http_streams")
+    machine = {key: value for key, value in about.get("machine", {}).items() if key not in changing}
     return [about.get("date"), machine, about.get("versions")]
 
 

@@ -1,16 +1,16 @@
 """What runs in the engine's environment: `python -m tests.benchmarks.gpu.inside WHAT RESULT JSON`.
 
-WHAT is one of the functions below, JSON its arguments, RESULT the file that what it returns is written to. Nothing here
-needs more than torch, transformers and vLLM.
+WHAT is one of the functions below, or MODULE:FUNCTION of this folder, JSON its arguments, RESULT the file that what it
+returns is written to. Nothing here needs more than torch, transformers and vLLM.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,34 +125,6 @@ def tokenizer(folder: Path, size: int) -> None:
     made.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
-
-
-def transformers(model: str, streams: int, new: int) -> dict[str, Any]:
-    """transformers' own `generate` for one request, and its continuous batching for `streams`; tokens a second."""
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map="cuda")
-    vocabulary = loaded.config.vocab_size
-    random = np.random.default_rng(0)
-    ids = torch.tensor(random.integers(0, vocabulary, (1, loop.PROMPT_TOKENS)), device="cuda")
-    settings = GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None)
-    out: dict[str, Any] = {}
-    best = 0.0
-    for _ in range(3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        made = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        torch.cuda.synchronize()
-        best = max(best, (made.shape[1] - ids.shape[1]) / (time.perf_counter() - began))
-    out["1"] = best
-    prompts = random.integers(0, vocabulary, (streams, loop.PROMPT_TOKENS)).tolist()
-    many = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    for _ in range(2):  # the first time it sets itself up
-        results = list(loaded.generate_batch(prompts, generation_config=many, progress_bar=False).values())
-        taken = max(one.lifespan[1] for one in results) - min(one.created_time for one in results)
-        out[str(streams)] = sum(len(one.generated_tokens) for one in results) / taken
-    return out
 
 
 # `model_type` -> its own settings, beside those of all.
@@ -495,7 +467,9 @@ def nccl_version() -> list[int]:
 
 def main() -> None:
     what, result, arguments = sys.argv[1:]
-    Path(result).write_text(json.dumps(globals()[what](**json.loads(arguments))), encoding="utf-8")
+    module, _, name = what.rpartition(":")
+    there = importlib.import_module(f"tests.benchmarks.gpu.{module or 'inside'}")
+    Path(result).write_text(json.dumps(getattr(there, name)(**json.loads(arguments))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from trtpipe.pipeline.bench.load.loads import Closed
+from trtpipe.pipeline.bench.monitors.gpu import GpuSampler
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
 # Of `waves`: how often every place is taken.
@@ -36,10 +38,10 @@ class _Slot:
 
 
 def measure(engine: InProcess, levels: Sequence[int], seconds: float | None) -> dict[str, dict[str, float]]:
-    """Tokens a second by concurrency: of `waves`, and of `steady` places for so many seconds; None: of waves alone."""
+    """What `waves` gives by concurrency, and `steady` for so many seconds; None: `waves` alone."""
     found: dict[str, dict[str, float]] = {}
     for concurrency in levels:
-        speed = found[str(concurrency)] = {"waves": waves(engine, concurrency)}
+        speed = found[str(concurrency)] = waves(engine, concurrency)
         if seconds is not None:
             speed["steady"] = steady(engine, concurrency, seconds)
         print(concurrency, speed, file=sys.stderr, flush=True)
@@ -48,17 +50,46 @@ def measure(engine: InProcess, levels: Sequence[int], seconds: float | None) -> 
 
 def waves(
     engine: InProcess, concurrency: int, prompt: int = PROMPT_TOKENS, new: int = OUTPUT_TOKENS, waves: int = WAVES
-) -> float:
+) -> dict[str, float]:
     """Output tokens a second when all places start together and so end together, `waves` times over: prompts in one
-    step, then tokens alone.
+    step, then tokens alone. With it the median time to the first token, and joules a token where a GPU tells them.
 
     One wave goes ahead: what an engine sets up when it first meets a size is not its speed.
     """
     random = _prompts(concurrency, "waves")
     _run(engine, random, concurrency, concurrency, prompt, new)
-    began = time.perf_counter()
-    _run(engine, random, concurrency, concurrency * waves, prompt, new)
-    return concurrency * waves * new / (time.perf_counter() - began)
+    with metered() as joules:
+        began = time.perf_counter()
+        waited = _run(engine, random, concurrency, concurrency * waves, prompt, new)
+        seconds = time.perf_counter() - began
+    tokens = concurrency * waves * new
+    return {"waves": tokens / seconds, **told(tokens, waited, joules())}
+
+
+def told(tokens: int, waited: Sequence[float], joules: float | None) -> dict[str, float]:
+    """What is kept of a run beside its speed. waited: seconds to the first token of each request."""
+    spent = {} if joules is None else {"joules_per_token": joules / tokens}
+    return {"ttft_p50_ms": float(np.median(waited)) * 1e3, **spent}
+
+
+@contextmanager
+def metered() -> Iterator[Callable[[], float | None]]:
+    """What this machine's GPUs use in the block, in joules, once it has ended; None where no GPU counts them."""
+    sampler = GpuSampler.find("http://localhost")
+    if sampler is not None:
+        sampler.start()
+
+    def joules() -> float | None:
+        counted: list[Any] = [] if sampler is None else [(one[0].energy, one[-1].energy) for one in sampler.readings]
+        if not counted or any(None in pair for pair in counted):
+            return None
+        return float(sum(last - first for first, last in counted))
+
+    try:
+        yield joules
+    finally:
+        if sampler is not None:
+            sampler.stop()
 
 
 def _prompts(concurrency: int, pattern: str) -> np.random.Generator:
@@ -68,23 +99,29 @@ def _prompts(concurrency: int, pattern: str) -> np.random.Generator:
 
 def _run(
     engine: InProcess, random: np.random.Generator, concurrency: int, requests: int, prompt: int, new: int
-) -> None:
-    """So many requests, `concurrency` at once."""
+) -> list[float]:
+    """So many requests, `concurrency` at once; seconds to the first token of each."""
     numbers = iter(range(requests))
+    started: dict[int, float] = {}
+    waited: list[float] = []
 
     def start() -> None:
         number = next(numbers, None)
         if number is not None:
+            started[number] = time.perf_counter()
             engine.add(number, random.integers(0, engine.vocabulary, prompt).tolist(), new)
 
     for _ in range(concurrency):
         start()
     left = requests
     while left:
-        for _, _, ended in engine.step():
+        for number, tokens, ended in engine.step():
+            if tokens and number in started:
+                waited.append(time.perf_counter() - started.pop(number))
             if ended:
                 left -= 1
                 start()
+    return waited
 
 
 def steady(engine: InProcess, concurrency: int, seconds: float) -> float:

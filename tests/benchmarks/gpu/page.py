@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PROTOCOLS = {"grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway"}
+from tests.benchmarks.gpu import comparison
+
+PROTOCOLS = {
+    "grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway", "native": "`vllm serve`",
+}  # fmt: skip
 # What could not be run on any machine so far, and what stands in for it.
 ABSENT = """\
 ## What was not run
@@ -15,26 +19,34 @@ ABSENT = """\
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
+- **Transformer Engine and llama.cpp on the GPU.** Not tried: both are compiled from source on the machine that runs
+  them, which was held for less than an hour at a time and reaches no package index.
 """
 # The same of sections that are not there yet.
 MISSING = {
+    "accuracy": """\
+- **Correctness with real weights** in vLLM. On an H200: [h200.md](h200.md).
+""",
+    "quantize": """\
+- **FP8 calibration and write**, timed beside ModelOpt's flow. On an H200: [h200.md](h200.md).
+""",
     "folders": """\
 - **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them, `verify` computes
   with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was measured with small
   models of random weights alone ([vllm.md](vllm.md)).
 """,
     "kv_cache": """\
-- **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
+- **The speed of an FP8 KV cache** at these sizes. On an H200: [h200.md](h200.md).
 """,
     "parallel": """\
-- **Two GPUs**: a GPU for each rank over NCCL, vLLM at tp=2, and what `probe` says of NCCL. In their place, on a CPU
-  and in every run of the tests: ranks in processes of their own over gloo against the same shards in one process, and
-  these against transformers; where it could be run, two ranks over NCCL on one GPU (above).
+- **Two GPUs** of this kind. On two H200s: [h200.md](h200.md). On a CPU, in every run of the tests: ranks in processes
+  of their own over gloo against the same shards in one process, and these against transformers.
 """,
 }
 
 
-def render(kept: Mapping[str, Any]) -> str:
+def render(kept: Mapping[str, Any], figure: str = "") -> str:
+    """figure: name of the file that `comparison.figure` was written to."""
     parts = ["# Measured on a GPU, end to end\n"]
     parts.append(
         "Written by `make gpu-e2e`, which says what each section does; the same figures are in the JSON beside this "
@@ -43,7 +55,22 @@ def render(kept: Mapping[str, Any]) -> str:
     for name, writer in WRITERS.items():
         if name in kept:
             parts.append(writer(kept[name], kept[name]["result"]))
+        if name == "reference" and "engine" in kept:
+            drawn = [f"![tokens a second of each stack]({figure})\n"] if figure else []
+            parts += ["## Which one, when\n", _STACKS, *drawn, *comparison.table(kept, _bandwidth(kept["engine"]))]
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
+
+
+_STACKS = """\
+All stacks of the sections of this page, each in its own process without a server: Llama 3 8B's shapes, 128 tokens in
+and 128 out, all requests starting together. What a front takes is above. The memory bound is the copy's rate over the
+bytes of the weights that a token reads, for one stream. GPU hours per million output tokens are those of 256 in flight:
+times a card's price for an hour they are the cost.
+"""
+
+
+def _bandwidth(section: Mapping[str, Any]) -> float:
+    return float(section["machine"]["bandwidth_gbs"])
 
 
 def _where(section: Mapping[str, Any]) -> str:
@@ -54,7 +81,7 @@ def _where(section: Mapping[str, Any]) -> str:
     return (
         f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "
-        f"{machine['bandwidth_gbs']:,.0f} GB/s. {section['seconds']:.0f} s.{beside}\n"
+        f"{_bandwidth(section):,.0f} GB/s. {section['seconds']:.0f} s.{beside}\n"
     )
 
 
@@ -65,6 +92,10 @@ def _commands(section: Mapping[str, Any]) -> str:
 def _ms(value: float | None) -> str:
     """None where chunks do not tell how many tokens they hold."""
     return "-" if value is None else f"{value:.1f}"
+
+
+def _whole_ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def _families(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -165,8 +196,11 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "requests\nin flight. Waves: all start, and so end, together. Steady: they are spread over a request's "
             "time, as the load tester\nspreads them, so that prompts are computed beside the tokens of others.\n",
             *_speeds(result, "bf16"),
+            *comparison.predictions(_predicted(result)),
             "The same engine served: tritonserver, our backend, the load tester on the same machine. Triton's HTTP "
-            f"server\nhad room for {room:,} chunks (docs/serving.md).\n",
+            f"server\nhad room for {room:,} chunks (docs/serving.md). `vllm serve` is what `trtpipe serve --front "
+            "native` starts: one API server\nprocess, vLLM's default; the gateway had six workers. An engine holds 512 "
+            "requests at once: of 1,512 in flight a thousand wait.\n",
             *_fronts(result),
             _commands(section),
         ]
@@ -180,11 +214,16 @@ def _kv_cache(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             _where(section),
             "The same model and loads; the same FP8 weights with a cache of 8 and of 16 bits.\n",
             *_speeds(result, "fp8"),
+            *comparison.predictions(_predicted(result)),
             "Served:\n",
             *_fronts(result),
             _commands(section),
         ]
     )
+
+
+def _predicted(result: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    return {name: (one["predicted"], one["in_process"]) for name, one in result.items() if "predicted" in one}
 
 
 def _speeds(result: Mapping[str, Any], plain: str) -> list[str]:
@@ -210,15 +249,24 @@ def _fronts(result: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, one in result.items():
         for row in one["served"]:
-            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])][row["pattern"]]
+            alone = one["in_process"].get(str(row["concurrency"]))
+            kept = f"{row['tokens_per_s'] / alone[row['pattern']]:.1%}" if alone else ""
+            native = [
+                other["tokens_per_s"]
+                for other in one["served"]
+                if (other["protocol"], other["concurrency"]) == ("native", row["concurrency"])
+            ]
+            over = f"{row['tokens_per_s'] / native[0]:.1%}" if native else ""
             gaps = f"{_ms(row['itl_p50_ms'])} / {_ms(row['itl_p99_ms'])}"
+            ttft = f"{row['ttft_p50_ms']:.0f} / {_whole_ms(row.get('ttft_p99_ms'))}"
             rows.append(
                 f"| {name} | {PROTOCOLS[row['protocol']]} | {row['concurrency']} | {row['pattern']} "
-                f"| {row['tokens_per_s']:,.0f} | {kept:.1%} | {row['ttft_p50_ms']:.0f} | {gaps} | {_doubts(row)} |"
+                f"| {row['tokens_per_s']:,.0f} | {kept} | {over} | {ttft} | {gaps} | {_doubts(row)} |"
             )
     return [
-        "| precision | front | in flight | | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| precision | front | in flight | | tok/s | of in-process | of `vllm serve` | TTFT p50 / p99 ms "
+        "| ITL p50 / p99 ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
         "",
     ]
@@ -232,7 +280,8 @@ def _doubts(row: Mapping[str, Any]) -> str:
 def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     theirs = result["transformers"]
     bandwidth = section["machine"]["bandwidth_gbs"] * 1e9
-    rows = [f"| transformers, bf16 | {theirs['1']:,.0f} | | | {theirs['256']:,.0f} | | |"]
+    alone, together = theirs["generate"]["1"]["waves"], theirs["batching"]["256"]["waves"]
+    rows = [f"| transformers, bf16 | {alone:,.0f} | | | {together:,.0f} | | |"]
     for name, one in result.items():
         if name == "transformers":
             continue
@@ -240,7 +289,7 @@ def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         bound = bandwidth / one["bytes_a_token"]
         rows.append(
             f"| reference, {name} | {speed['1']:,.0f} | {bound:,.0f} | {speed['64']:,.0f} | {speed['256']:,.0f} "
-            f"| {speed['1'] / theirs['1']:.1f} / {speed['256'] / theirs['256']:.1f} | {speed['1'] / bound:.0%} |"
+            f"| {speed['1'] / alone:.1f} / {speed['256'] / together:.1f} | {speed['1'] / bound:.0%} |"
         )
     served = "; ".join(
         f"{row['tokens_per_s']:,.0f} at {row['concurrency']}" for row in result.get("int8", {}).get("served", [])
@@ -257,6 +306,21 @@ def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             *rows,
             "",
             f"INT8 served by tritonserver, over gRPC: {served} tok/s.\n" if served else "",
+            _commands(section),
+        ]
+    )
+
+
+def _study(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "## Kernels and other precisions\n",
+            _where(section),
+            "The matrix products of one layer of Llama 3 8B, as vLLM executes them (CUTLASS with a scale a row; cuBLAS "
+            "in bf16), by\nrows that are multiplied at once: medians of CUDA graphs. Then its attention by "
+            "FlashAttention 3, of prompts, and of one\ntoken of each sequence that decodes: medians of single runs.\n",
+            *comparison.kernels(result),
+            *comparison.predictions(_predicted(result)),
             _commands(section),
         ]
     )
@@ -297,7 +361,8 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         for level in one["tokens_per_s"]:
             two, alone = one["tokens_per_s"][level]["waves"], one["tokens_per_s_of_one"][level]["waves"]
             speeds.append(f"| {name} | {level} | {two:,.0f} | {alone:,.0f} | {two / alone:.2f} |")
-    vllm = ", ".join(f"{ways['waves']:,.0f} at {level}" for level, ways in result["vllm_fp8"].items())
+    measured = result.get("vllm_fp8", {})
+    vllm = ", ".join(f"{ways['waves']:,.0f} at {level}" for level, ways in measured.items())
     return "\n".join(
         [
             "## Two GPUs\n",
@@ -309,7 +374,10 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|",
             *speeds,
             "",
-            f"vLLM on two GPUs from the FP8 folder: {vllm} tok/s.\n",
+            f"vLLM on two GPUs from the FP8 folder: {vllm} tok/s.\n"
+            if vllm
+            else "vLLM on two GPUs from the FP8 folder was not measured: the machine was given back before its turn.\n",
+            *comparison.predictions({"vLLM fp8, tp 2": (result.get("vllm_fp8_predicted", {}), measured)}),
             "What `trtpipe probe` measured:\n",
             "```yaml",
             *[text.rstrip() for text in result["probe"]],
@@ -351,5 +419,5 @@ def _decoded(steps: Mapping[str, Any]) -> str:
 
 WRITERS = {
     "families": _families, "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache,
-    "reference": _reference, "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
+    "reference": _reference, "study": _study, "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
 }  # fmt: skip

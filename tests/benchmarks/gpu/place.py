@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
+from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
 from tests.support.paths import ROOT
 
 # Of every engine measured; calibration by the text that is shipped, for nothing can be downloaded.
@@ -69,27 +69,41 @@ class Place:
         what: str,
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
+        limit: float | None = None,
         **arguments: Any,
     ) -> Any:
-        """Run a function of `inside` in the engine's environment, or in that of `python`; what it returns."""
+        """Run a function of `inside` in the engine's environment, or in that of `python`; what it returns.
+
+        With `limit`, which is in seconds, failing is a result too: {"reason": why there is none}.
+        """
         number = len(list((self.scratch / "logs").glob("*.log")))
-        log, result = (self.scratch / "logs" / f"{number}-{what}{suffix}" for suffix in (".log", ".json"))
+        log, result = (
+            self.scratch / "logs" / f"{number}-{what.replace(':', '.')}{suffix}" for suffix in (".log", ".json")
+        )
         print("+ inside", what, flush=True)
         began = time.perf_counter()
         command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, str(result)]
+        reason = ""
         with log.open("wb") as out:
-            done = subprocess.run(
-                [*command, json.dumps(arguments)],
-                cwd=ROOT,
-                env={**self.environment, **(environment or {})},
-                stdout=out,
-                stderr=out,
-                check=False,
-            )
+            try:
+                code = subprocess.run(
+                    [*command, json.dumps(arguments)],
+                    cwd=ROOT,
+                    env={**self.environment, **(environment or {})},
+                    stdout=out,
+                    stderr=out,
+                    timeout=limit,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code, reason = 1, f"not within {limit:.0f} s"
         print(f"  {time.perf_counter() - began:.1f} s", flush=True)
-        if done.returncode:
-            print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
-            raise SystemExit(f"{what} failed")
+        if code:
+            told = log.read_text(encoding="utf-8", errors="replace")
+            print(told[-6000:], flush=True)
+            if limit is None:
+                raise SystemExit(f"{what} failed")
+            return {"reason": reason or told.strip().rpartition("\n")[2][:200]}
         return json.loads(result.read_text(encoding="utf-8"))
 
     def build(self, model: Path, dtype: str, runtime: str, *settings: str) -> Path:
@@ -105,6 +119,16 @@ class Place:
         """Remove all that was built: engines of 16 GB each do not fit a disk side by side."""
         shutil.rmtree(self.scratch / "home", ignore_errors=True)
         shutil.rmtree(self.scratch / "runs", ignore_errors=True)
+
+    @contextmanager
+    def native(self, target: str) -> Iterator[None]:
+        """The runtime's own server on the target's engine, for the block."""
+        python = ["--engine-python", self.engine_python]
+        self.trtpipe("serve", target, "--front", "native", "--detach", "--openai-port", "0", *python)
+        try:
+            yield
+        finally:
+            self.trtpipe("stop")
 
     @contextmanager
     def served(self, target: str, levels: Sequence[int], seconds: float | None) -> Iterator[dict[str, Any]]:
@@ -125,39 +149,36 @@ class Place:
         finally:
             self.trtpipe("stop")
 
-    def bench(self, concurrency: int, protocol: str, seconds: float | None) -> dict[str, Any]:
-        """What the load tester says of the running server; `seconds` as `served` takes it."""
+    def bench(self, concurrency: int, protocol: str, seconds: float) -> dict[str, Any]:
+        """What the load tester says of the running server over so many seconds."""
         path = self.scratch / "reports" / f"{time.time_ns()}.json"
         # Of its own for each: an engine has the keys and values of prompts that it has seen before.
         seed = len(self.said)
         load = write_load(self.scratch, concurrency, seconds)
-        words = [
-            "bench", "--protocol", protocol, "--model", "tensorrt_llm", "--load", str(load), "--report", str(path),
-            "--seed", str(seed),
+        words = ["bench", "--protocol", protocol, "--load", str(load), "--report", str(path), "--seed", str(seed)]
+        if protocol != "completions":
+            words += ["--model", "tensorrt_llm"]
+        if protocol == "grpc":
             # Triton answers all streams of a connection from one thread.
-            *(["--connections", CONNECTIONS] if protocol == "grpc" else []),
-        ]  # fmt: skip
+            words += ["--connections", CONNECTIONS]
         try:
             self.trtpipe(*words)
         except subprocess.CalledProcessError:
             if not path.exists():
                 raise
         (row,) = served_rows(json.loads(path.read_text(encoding="utf-8")))
-        return {**row, "pattern": "waves" if seconds is None else "steady", "seed": seed}
+        return {**row, "pattern": "steady", "seed": seed}
 
 
-def write_load(folder: Path, concurrency: int, seconds: float | None) -> Path:
-    """The load file of `loop.steady`, or without `seconds` of `loop.waves`: all start together, and nothing follows."""
-    pattern = "waves" if seconds is None else "steady"
-    waves = {"warmup": 0, "cooldown": False, "requests": WAVES * concurrency}
-    ends = waves if seconds is None else {"duration_s": seconds}
+def write_load(folder: Path, concurrency: int, seconds: float) -> Path:
+    """The load file of `loop.steady`."""
     content = {
-        "name": pattern,
+        "name": "steady",
         "description": f"{concurrency} in flight",
-        "load": {"concurrency": concurrency, **ends},
+        "load": {"concurrency": concurrency, "duration_s": seconds},
         "work": {"input_tokens": INPUT, "output_tokens": OUTPUT},
     }
-    path = folder / f"{pattern}-{concurrency}.yaml"
+    path = folder / f"steady-{concurrency}.yaml"
     path.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML too
     return path
 
@@ -173,6 +194,7 @@ def served_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "concurrency": level["load"]["concurrency"],
                 "tokens_per_s": metrics["output_token_throughput"]["value"],
                 "ttft_p50_ms": metrics["time_to_first_token"]["p50"],
+                "ttft_p99_ms": metrics["time_to_first_token"]["p99"],
                 "itl_p50_ms": metrics["inter_token_latency"]["p50"],
                 "itl_p99_ms": metrics["inter_token_latency"]["p99"],
                 "failed": level["requests"]["failed"],

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.benchmarks.gpu import predicted
 from tests.benchmarks.gpu.place import Place
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.pipeline.sources import calibration
@@ -27,6 +28,15 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 LEVELS = [1, 64, 256, 512]
 BUSY = [256, 512]
+# More than an engine's 512 places: a thousand requests wait.
+CROWDED = [64, 256, 512, 1512]
+# Our fronts and the runtime's own server -> loads.
+FRONTS = {"grpc": CROWDED, "http": BUSY, "completions": CROWDED, "native": CROWDED}
+# Stacks of the comparison beside those of other sections: precisions of vLLM, and ways of `stacks.compiled` -> loads.
+OTHERS = ("int8-pc-pt", "int4-awq")
+COMPILED = {"float8": (1, 64, 256), "bf16": (1, 64), "float8-weights": (1,)}
+# Of a stack that torch compiles.
+PATIENCE = 200.0
 SECONDS = 6.0
 ROWS, LENGTH = 16, 256
 PROMPTS = (
@@ -129,54 +139,92 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 
 def engine(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
-    """vLLM from our folders: stepped in its own process, then behind each of our fronts, on the same load."""
-    _vllm(place, model, dict.fromkeys(("fp8", "bf16"), ("grpc", "http", "completions")), LEVELS, BUSY, out, keep)
+    """vLLM from our folders: stepped in its own process, then behind each of our fronts and its own, on one load."""
+    _vllm(place, model, {"fp8": FRONTS, "bf16": {"grpc": BUSY}}, LEVELS, out, keep)
 
 
 def kv_cache(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """vLLM with an FP8 KV cache beside the same weights without, whose fronts are in `engine`."""
-    _vllm(place, model, {"fp8-kv": ("grpc",), "fp8": ()}, BUSY, BUSY[:1], out, keep)
+    _vllm(place, model, {"fp8-kv": {"grpc": BUSY[:1]}, "fp8": {}}, BUSY, out, keep)
 
 
 def _vllm(
-    place: Place, model: Path, protocols: Mapping[str, Sequence[str]], levels: Sequence[int], busy: Sequence[int],
+    place: Place, model: Path, fronts: Mapping[str, Mapping[str, Sequence[int]]], levels: Sequence[int],
     out: dict[str, Any], keep: Keep,
 ) -> None:  # fmt: skip
-    """`protocols` by precision."""
-    for dtype, fronts in protocols.items():
-        asked = [(n, protocol, seconds) for protocol in fronts for n in busy for seconds in (SECONDS, None)]
-        if dtype in out and len(out[dtype]["served"]) == len(asked):
+    """`fronts`: by precision, loads of each front."""
+    for dtype, loads in fronts.items():
+        if dtype in out and len(out[dtype].get("served", ())) == sum(map(len, loads.values())):
             continue
+        said = predicted.together(place.gpu, dtype, "vllm", levels)
         run = place.build(model, dtype, "vllm")
+        out[dtype] = {"predicted": said, "bytes_a_token": bytes_a_token(run / "engine")}
         with place.served(run.name, levels, SECONDS) as inside:
-            out[dtype] = {"in_process": inside, "served": []}
+            out[dtype] |= {"in_process": inside, "served": []}
             keep()
-            for one in asked:
-                out[dtype]["served"].append(place.bench(*one))
-                keep()
+            _bench(place, {front: loads[front] for front in loads if front != "native"}, out[dtype], keep)
+        if "native" in loads:
+            with place.native(run.name):
+                _bench(place, {"native": loads["native"]}, out[dtype], keep)
         place.forget()
+
+
+def _bench(place: Place, loads: Mapping[str, Sequence[int]], out: dict[str, Any], keep: Keep) -> None:
+    for front, levels in loads.items():
+        for level in levels:
+            row = place.bench(level, "completions" if front == "native" else front, SECONDS)
+            out["served"].append({**row, "protocol": front})
+            keep()
+
+
+def bytes_a_token(engine: Path) -> int:
+    """Bytes of the weights that a token reads: all but the embedding, of which it looks up one row."""
+    settings = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+    settings = settings.get("pretrained_config", settings)
+    weights = sum(path.stat().st_size for path in engine.glob("*.safetensors"))
+    return weights - 2 * int(settings["vocab_size"]) * int(settings["hidden_size"])
 
 
 def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """Our runtime from our checkpoints, beside transformers from the original; and INT8."""
     if "transformers" not in out:
-        out["transformers"] = place.inside("transformers", model=str(model), streams=256, new=128)
+        out["transformers"] = place.inside(
+            "stacks:transformers", model=str(model), generate=LEVELS[:3], batching=LEVELS[1:3], new=128
+        )
         keep()
     for dtype in ("bf16", "fp8", "int8"):
         if dtype in out:
             continue
         run = place.build(model, dtype, "reference")
-        weights = sum(path.stat().st_size for path in (run / "engine").glob("rank*.safetensors"))
-        settings = json.loads((run / "engine" / "config.json").read_text())["pretrained_config"]
-        # A token looks up one row of the embedding.
-        table = 2 * settings["vocab_size"] * settings["hidden_size"]
         with place.served(run.name, LEVELS[:3], None) as inside:
-            found = {"in_process": inside, "bytes_a_token": weights - table}
-            if dtype == "int8":
-                found["served"] = [place.bench(n, "grpc", SECONDS) for n in (1, 64)]
-        out[dtype] = found
+            out[dtype] = {"in_process": inside, "bytes_a_token": bytes_a_token(run / "engine")}
         keep()
         place.forget()
+
+
+def study(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
+    """What `engine` and `reference` do not measure of the stacks that people choose among, and of their kernels."""
+    for kernels in ("products", "attention"):
+        if "reason" in out.get(kernels, {"reason": ""}):
+            out[kernels] = place.inside(f"stacks:{kernels}", limit=PATIENCE)
+            keep()
+    for dtype in OTHERS:
+        if dtype in out:
+            continue
+        said = predicted.together(place.gpu, dtype, "vllm", LEVELS[:3])
+        run = place.build(model, dtype, "vllm")
+        found = place.inside("vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
+        out[dtype] = {"predicted": said, "in_process": found, "bytes_a_token": bytes_a_token(run / "engine")}
+        keep()
+        place.forget()
+    for way, levels in COMPILED.items():
+        there = out.setdefault(way, {})
+        for level in levels:
+            if str(level) not in there:
+                there[str(level)] = place.inside(
+                    "stacks:compiled", limit=PATIENCE, model=str(model), way=way, streams=level, new=128
+                )
+                keep()
 
 
 def quantize(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
@@ -194,9 +242,11 @@ def parallel(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
     place.trtpipe("probe")
     probed = sorted((place.scratch / "home" / "gpus").rglob("*.yaml"))
     out["probe"] = [path.read_text(encoding="utf-8") for path in probed]
-    _ranks(place, model, [1, 64], {}, out, keep)
+    _ranks(place, model, LEVELS[:3], {}, out, keep)
+    said = predicted.together(place.gpu, "fp8", "vllm", LEVELS[:3], tp=2)
     run = place.build(model, "fp8", "vllm", "tp=2")
-    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256])
+    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
+    out["vllm_fp8_predicted"] = said
     place.forget()
 
 

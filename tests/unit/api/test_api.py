@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from trtpipe.pipeline.api.bench import choose
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
-from trtpipe.pipeline.spec import SCALARS
+from trtpipe.pipeline.spec import LORA, SCALARS
 
 
 @pytest.mark.process
@@ -53,7 +53,7 @@ def test_settings_say_where_each_is_from() -> None:
     sources = {value.name: value.source for value in spec.values}
     assert (sources["model"], sources["dtype"]) == ("recipe smollm2-cpu.yaml", "option")
     assert sources["build.max_batch_size"] == "--set"
-    assert trtpipe.BuildOptions.__annotations__.keys() == {*SCALARS, "recipe", "set"}
+    assert trtpipe.BuildOptions.__annotations__.keys() == {*SCALARS, LORA, "recipe", "set"}
 
 
 def test_settings_that_contradict_each_other_leave_what_was_given_alone() -> None:

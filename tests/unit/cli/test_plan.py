@@ -22,7 +22,7 @@ def test_models_and_gpus(run: Run) -> None:
         "gpu", "SM", "memory GiB", "memory GB/s", "FP16 TFLOPS", "FP8 TFLOPS", "INT8 TOPS", "NVLink GB/s", "note",
     ]  # fmt: skip
     figures = ["90", "80", "3350", "989.4", "1978.9", "1978.9", "450"]
-    assert ["h100", *figures, "-"] in rows(done.out)
+    assert ["h100", *figures, "measured"] in rows(done.out)
     assert [row[0] for row in rows(done.out) if row[-1] == "refused"] == ["t4", "v100"]
     source = "NVIDIA H100 datasheet, SXM column (sparse rates halved)"
     assert any(row[0] == "bandwidth_gbs" and row[2].startswith(source) for row in rows(run("gpus", "h100").out))
@@ -96,3 +96,32 @@ def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> Non
 def test_a_price_of_a_gpu_that_is_not_compared_is_refused(run: Run) -> None:
     done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--price", "h200=2")
     assert (done.status, done.error()) == (2, "--price h200 is of a GPU that is not compared; add it to --gpu h100")
+
+
+def test_plan_says_how_sure_it_is_and_of_which_release(run: Run) -> None:
+    question = ["plan", "--model", "llama3-8b", "--gpu", "h100,rtx4090", "--tp", "1", "--json"]
+    known, guess = json.loads(run(*question, "--dtype", "fp8-kv").out)["candidates"]
+    if known["gpu"] != "h100":
+        known, guess = guess, known
+    low, high = known["interval"]["output_tokens_per_s"]
+    assert low < known["at_max_rate"]["output_tokens_per_s"] < high < 1.4 * low
+    old = json.loads(run(*question, "--dtype", "fp8-kv", "--runtime", "trtllm_pytorch", "--toolchain", "0.21").out)
+    assert old["release"] == "0.21.0"
+    assert run("plan", "--model", "llama3-8b", "--toolchain", "9.9").status == 2
+    assert "a wide guess: no figure of FP16 on SM89" in run(*question[:-1], "--dtype", "fp16").out.replace("\n", " ")
+
+
+def test_plan_against_measured_runs(run: Run, in_folder: Path) -> None:
+    head = "gpu,model,dtype,input_tokens,output_tokens,concurrency,output_tokens_per_s,tpot_ms\n"
+    Path("runs.csv").write_text(head + "h100,llama3-8b,fp8-kv,500,100,4,700,5\nh99,llama3-8b,fp8-kv,500,100,4,700,5\n")
+    done = run("plan", "--against", "runs.csv")
+    assert done.status == 0
+    assert [row[:2] for row in rows(done.out) if row[0].startswith(("h100", "all"))] == [
+        ["h100 llama3-8b tp1 fp8-kv", "1"], ["all", "1"],
+    ]  # fmt: skip
+    assert "unknown GPU 'h99'" in done.out
+    value = json.loads(run("plan", "--calibrate", "runs.csv", "--json").out)
+    assert abs(value["errors"]["tpot_ms"]["mean"]) < 0.05
+    assert value["kept"].endswith("efficiency.yaml")
+    for wrong in (["--against", "runs.csv", "--model", "llama3-8b"], ["--against", "none.csv"], []):
+        assert run("plan", *wrong).status == 2

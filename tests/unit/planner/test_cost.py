@@ -6,25 +6,27 @@ import dataclasses
 
 import pytest
 
-from trtpipe.configs.facts import find_shape
+from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec, Measured
-from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
-from trtpipe.pipeline.planner.cost import Step, StepCost
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.pipeline.planner.cost import Step, StepCost, link_of
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 
 BF16 = DataType.BFLOAT16
 # Nothing is lost, and of compute and reading the larger counts.
 IDEAL = Efficiency(
-    products={"90.fp16": 1.0, "90.fp8": 1.0}, attention=1.0, weights=1.0, kv=1.0, sharpness=30.0, elementwise=0.0,
-    step_s=0.0, layer_s=0.0, request_s=0.0, nvlink=1.0, pcie=0.5, allreduce_s=0.0, front_s=0.0, activations=1.0,
-    runtime_gib=1.0, probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7},
-    runtimes={},
+    products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
+    sharpness=30.0, elementwise=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, nvlink=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4},
+    allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
+    probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
+    releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
+    errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
 )  # fmt: skip
 GPU = GpuSpec(
     name="round", sm=90, memory_gib=80, bandwidth_gbs=1000, tflops={"fp16": 1000, "bf16": 1000, "fp8": 2000},
-    nvlink_gbs=100, nvlink_gpus=2, pcie_gbs=20,
+    nvlink_gbs=100, pcie_gbs=20,
 )  # fmt: skip
 # Llama 3 8B: 32 layers of 4096 x (6144 + 4096) and 3 x 4096 x 14336 parameters, and two tables of 128256 x 4096.
 LINEAR = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
@@ -39,7 +41,7 @@ def cost(
 
 def test_one_token_reads_the_weights_and_the_cache() -> None:
     parts = cost().parts(Step(context=0, decoding=1, cached=1000, work=0, logits=1))
-    assert cost().parameters == LINEAR
+    assert cost().counts.parameters == LINEAR
     norms = (2 * 32 + 1) * 4096 * 2
     assert parts.products == pytest.approx((LINEAR * 2 + norms) / 1e12)
     assert parts.cache == pytest.approx(1000 * 131_072 / 1e12)
@@ -65,8 +67,18 @@ def test_two_gpus_halve_the_work_and_send_the_activations() -> None:
     assert two.products == pytest.approx(one.products / 2, rel=1e-3)
     # Two all-reduces a layer, each 2 (tp - 1) / tp of 1000 x 4096 values of two bytes, over 100 GB/s.
     assert two.allreduce == pytest.approx(2 * 32 * 1 * 1000 * 4096 * 2 / 100e9)
-    # Four are more than the bridge joins: half of PCIe's 20 GB/s.
-    assert cost(tp=4).parts(step).allreduce == pytest.approx(2 * 32 * 1.5 * 1000 * 4096 * 2 / 10e9)
+    # Without NVLink, half of PCIe's 20 GB/s for four.
+    pcie = dataclasses.replace(GPU, nvlink_gbs=None)
+    assert cost(tp=4, gpu=pcie).parts(step).allreduce == pytest.approx(2 * 32 * 1.5 * 1000 * 4096 * 2 / 10e9)
+
+
+def test_a_bridge_counts_where_it_was_measured() -> None:
+    """A card that can be bridged is not: NVIDIA's own A100 PCIe runs of Llama 70B on two were over PCIe."""
+    bridged = dataclasses.replace(GPU, nvlink_gpus=2)
+    probed = Measured(date="2026-01-01", host="", driver="", bandwidth_gbs=900, tflops={}, nvlink_gbs=35)
+    assert link_of(bridged, 2, IDEAL)[0] == pytest.approx(0.6 * 20e9)
+    assert link_of(dataclasses.replace(bridged, measured=probed), 2, IDEAL)[0] == pytest.approx(35e9 / 0.7)
+    assert link_of(dataclasses.replace(bridged, measured=probed), 4, IDEAL)[0] == pytest.approx(0.5 * 20e9)
 
 
 def test_overheads_add_up() -> None:
@@ -93,7 +105,7 @@ def test_a_probed_card_goes_by_what_it_did() -> None:
     assert IDEAL.bandwidth(probed) == pytest.approx(450e9 / 0.9)
     assert IDEAL.flops(probed, "bf16") == pytest.approx(400e12 / 0.8)
     assert IDEAL.flops(probed, "fp8") == 2000e12  # nobody measured it
-    assert cost(tp=2, gpu=probed).link == pytest.approx(35e9 / 0.7)
+    assert link_of(probed, 2, IDEAL)[0] == pytest.approx(35e9 / 0.7)
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
@@ -106,18 +118,19 @@ def test_what_is_not_known_is_not_guessed() -> None:
 
 def test_the_shipped_efficiencies_are_shares() -> None:
     how = load_efficiency()
-    shares = [*how.products.values(), how.attention, how.weights, how.kv, how.nvlink, how.pcie, *how.probed.values()]
+    shares = [*how.products.values(), *how.attention.values(), how.weights, how.kv, how.nvlink, *how.pcie.values()]
+    shares += how.probed.values()
     assert all(0.2 <= share < 1 for share in shares)
     with pytest.raises(UsageError, match="no efficiency of int4 is known"):
         how.product(90, "int4")
-    assert how.product(100, "fp8") == how.product(90, "fp8")  # the nearest that was fitted
+    assert how.product(120, "fp8") == how.product(100, "fp8")  # the nearest that was fitted
 
 
 def experts(tokens: int, **mapping: int) -> float:
     """Seconds that a step of Mixtral 8x7B takes for its products, in bytes read at 1 TB/s, less the experts' part."""
     step = Step(context=0, decoding=tokens, cached=0, work=0, logits=0)
     made = StepCost.of(find_shape("mixtral-8x7b")[1], BF16, Mapping(**mapping), UNQUANTIZED, GPU, IDEAL)
-    return float(made.parts(step).products) * 1e12 - made.weight_bytes
+    return float(made.parts(step).products) * 1e12 - made.counts.weight_bytes
 
 
 def test_experts_that_no_token_picks_are_not_read() -> None:
@@ -135,7 +148,69 @@ def test_a_prompt_is_computed_by_the_experts_that_it_picks() -> None:
     # Attention, two experts and the router of each layer: with two tables of 32000 x 4096 the 12.9 billion that a token
     # takes.
     attention, pair, router = 4096 * (6144 + 4096), 2 * 3 * 4096 * 14336, 8 * 4096
-    assert made.parameters == 32 * (attention + pair + router)
-    assert made.parameters + 2 * 32_000 * 4096 == pytest.approx(12.88e9, rel=1e-3)
+    assert made.counts.parameters == 32 * (attention + pair + router)
+    assert made.counts.parameters + 2 * 32_000 * 4096 == pytest.approx(12.88e9, rel=1e-3)
     parts = made.parts(Step(context=100_000, decoding=0, cached=0, work=0, logits=0))
-    assert parts.products == pytest.approx(2 * 100_000 * made.parameters / 1e15)
+    assert parts.products == pytest.approx(2 * 100_000 * made.counts.parameters / 1e15)
+
+
+def test_a_release_scales_the_work_and_not_the_overheads() -> None:
+    """The nearest at or before the one that is asked for; a toolchain's name is a release too."""
+    slower = {one: IDEAL.of("tensorrt_llm", one).slower for one in ("0.9", "0.15", "0.21.0", "1.3.0rc29", None)}
+    assert slower == {"0.9": 1.25, "0.15": 1.25, "0.21.0": 1.0, "1.3.0rc29": 0.9, None: 0.9}
+    assert IDEAL.of("other").step_s == 2e-3
+    step = Step(context=8192, decoding=0, cached=0, work=8192 * 4096, logits=1)
+    how = dataclasses.replace(IDEAL, step_s=1e-3)
+    now, before = cost(how=how).parts(step), cost(how=how.of("tensorrt_llm", "0.14")).parts(step)
+    assert before.products == pytest.approx(1.25 * now.products, rel=1e-3)
+    assert before.overhead == now.overhead
+
+
+def test_confidence_is_of_held_out_figures_and_wide_without_them() -> None:
+    assert IDEAL.confidence(90, "bf16") == ({"output_tokens_per_s": 0.2}, True)
+    assert IDEAL.confidence(89, "fp8") == ({"output_tokens_per_s": 0.4}, False)
+
+
+MHA = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sequences", "length", "microseconds"),
+    [("h100", 64, 4096, 838), ("h100", 128, 2048, 841), ("h200", 64, 4096, 762), ("l40s", 64, 4096, 2980)],
+)
+def test_decode_attention_in_fp8_with_every_head_its_own(
+    gpu: str, sequences: int, length: int, microseconds: float
+) -> None:
+    """Measured by AIConfigurator 0.12 in TensorRT-LLM 1.3: one layer of 32 heads, each with its own keys and values."""
+    card, shape = find_gpu(gpu), find_shape("llama2-7b")[1]
+    made = StepCost.of(shape, BF16, Mapping(), MHA, card, load_efficiency())
+    parts = made.parts(Step(context=0, decoding=sequences, cached=sequences * length, work=0, logits=sequences))
+    assert parts.cache / shape.num_hidden_layers == pytest.approx(microseconds * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "length", "microseconds"),
+    [("h100", 8192, 879), ("h100", 16384, 3002), ("h200", 8192, 861), ("l40s", 8192, 2208)],
+)
+def test_prompt_attention_in_fp8(gpu: str, length: int, microseconds: float) -> None:
+    """The same source: one layer of Llama 3 8B's 32 heads and 8 of keys and values, one prompt. Small prompts are
+    bound by what `elementwise` counts."""
+    card, shape = find_gpu(gpu), find_shape("llama3-8b")[1]
+    made = StepCost.of(shape, BF16, Mapping(), MHA, card, load_efficiency())
+    parts = made.parts(Step(context=length, decoding=0, cached=0, work=length**2 / 2, logits=1))
+    heads = (32 + 2 * 8) * 128 / (4096 + 14336 + (32 + 2 * 8) * 128)
+    took = (parts.attention + heads * parts.elementwise) / shape.num_hidden_layers
+    assert took == pytest.approx(microseconds * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "microseconds"),
+    [("h100", 4096, 674), ("h200", 4096, 693), ("a100", 4096, 2116), ("a100", 256, 158)],
+)
+def test_a_product_in_bf16(gpu: str, tokens: int, microseconds: float) -> None:
+    """The same source: tokens x 8192 x 8192."""
+    card, how = find_gpu(gpu), load_efficiency()
+    made = StepCost.of(find_shape("llama3-8b")[1], BF16, Mapping(), UNQUANTIZED, card, how)
+    seconds = made.token_s / (2 * made.counts.parameters) * 2 * 8192 * 8192 * tokens
+    reading = made.weights_s / made.counts.weight_bytes * 8192 * 8192 * 2
+    assert made._roof(seconds, reading) == pytest.approx(microseconds * 1e-6, rel=0.2)

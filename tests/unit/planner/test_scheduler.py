@@ -70,6 +70,7 @@ def test_a_client_asks_again_when_its_answer_has_ended() -> None:
 requests = st.lists(
     st.builds(
         Asked,
+        reused=st.just(0),
         arrival=st.integers(0, 800).map(lambda value: value / 16),
         input=st.integers(1, 60),
         output=st.integers(1, 30),

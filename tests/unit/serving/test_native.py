@@ -137,6 +137,7 @@ def test_a_start_that_fails_tells_the_first_reason(target: str, python: str, mon
         ({"front": "nativ"}, "unknown front 'nativ'; did you mean 'native'"),
         ({"openai": None}, "--no-openai is for the gateway"),
         ({"cors_origins": ("*",)}, "--cors-origin is for the gateway"),
+        ({"tool_format": "hermes"}, "--tool-format is for the gateway"),
         ({"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}, "--tls-cert is for the gateway"),
         ({"model_names": ("",)}, "--served-model-name is empty"),
         ({"tls_cert": Path("cert.pem")}, "TLS needs a certificate and a key"),

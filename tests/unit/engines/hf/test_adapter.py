@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.adapters import write_adapter
-from tests.support.factories import MIXTRAL, hf_folder
+from tests.support.factories import MIXTRAL, PHI3, hf_folder
 from trtpipe.engines.adapters import AdapterFolder, check_name
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError
@@ -75,7 +75,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no tensors", weights(), "holds no tensors"),
     ("a layer too many", linear("self_attn.q_proj", layer=2), "is of another model: it adapts layer 2, and the model"),
     ("another size", linear("self_attn.q_proj", out=64), "its self_attn.q_proj is 64 x 32, the model's is 32 x 32"),
-    ("an unknown linear", linear("self_attn.qkv_proj"), "has no such linear that can be adapted"),
+    ("an unknown linear", linear("self_attn.qkv_proj"), "a LlamaForCausalLM has no such linear"),
 ]  # fmt: skip
 
 
@@ -102,6 +102,20 @@ def test_adapters_of_experts_are_refused_and_those_of_attention_are_not(tmp_path
     linear("mlp.experts.0.gate_proj")(folder)
     with pytest.raises(InputDataError, match="adapters of experts are not computed, those of attention are"):
         located_pairs(read_adapter(folder), facts)
+
+
+def test_linears_that_a_family_has_as_one(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path / "phi3", tokenizer=False, **PHI3)
+    facts = read_model_config(model)
+    folder = write_adapter(tmp_path / "a", model, roles=("o", "down"))
+    assert {role for _, role in located_pairs(read_adapter(folder), facts)} == {"o", "down"}
+    for name, words in (
+        ("self_attn.qkv_proj", "as one linear are not computed"),
+        ("self_attn.q_proj", "a Phi3ForCausalLM has no such linear"),
+    ):
+        linear(name)(folder)
+        with pytest.raises(InputDataError, match=words):
+            located_pairs(read_adapter(folder), facts)
 
 
 def test_a_rank_above_the_engine_s_and_names_that_cannot_be(tmp_path: Path, model: Path) -> None:

@@ -23,6 +23,8 @@ from trtpipe.engines.reference import grammars
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import Guide, GuideKind, SamplingParams
 from trtpipe.pipeline.gateway.schemas import checked
+from trtpipe.pipeline.gateway.tools import required
+from trtpipe.pipeline.gateway.tools.parser import CallParser, ToolUse
 from trtpipe.triton_repo.shared_text import tokenizer_info
 
 # Grammars are compiled in a process of their own.
@@ -93,6 +95,38 @@ def test_finished_answers_of_random_sampling_are_valid(folder: Path, runtime: Ru
     assert finished >= 0.75 * count
 
 
+def test_required_calls_of_random_sampling_are_calls_with_valid_arguments(folder: Path, runtime: Runtime) -> None:
+    node = {"$ref": "#/$defs/Node", "$defs": {"Node": {"type": "object", "properties": {
+        "value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
+        "required": ["value"]}}}  # fmt: skip
+    weather = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city"],
+    }
+    wanted: dict[str, Any] = {"grow": node, "get_weather": weather, "get_time": None}
+    empty = {"type": "object", "maxProperties": 0}
+    named = {name: required.arguments(schema, "tools") for name, schema in wanted.items()}
+    for parallel in (True, False):
+        guide = required.guide(named, parallel=parallel)
+        use = ToolUse(format="hermes", names=tuple(wanted), required=True, parallel=parallel)
+        seen, most, finished = set(), 0, 0
+        for outputs in run(runtime, *(request(number, guide.kind, guide.text) for number in range(16))).values():
+            parser = CallParser(use)
+            said = "".join(parser.push(piece) for piece in text_of(folder, outputs)) + parser.push("", final=True)
+            assert (said, bool(parser.calls)) == ("", True)
+            most = max(most, len(parser.calls))
+            if outputs[-1].finish == "end_id":
+                finished += 1
+                for call in parser.calls:
+                    seen.add(call.name)
+                    arguments = json.loads("".join(call.arguments))
+                    jsonschema.Draft202012Validator(wanted[call.name] or empty).validate(arguments)
+        assert seen == set(wanted)
+        assert finished > 8
+        assert (most > 1) == parallel
+
+
 def test_other_kinds_and_free_requests_in_one_batch(folder: Path, runtime: Runtime) -> None:
     free = SamplingParams(seed=1, top_p=1.0)
     alone = run(runtime, Request(id="free", prompt=(5, 6, 7), max_tokens=30, sampling=free))["free"]
@@ -123,7 +157,7 @@ def test_other_kinds_and_free_requests_in_one_batch(folder: Path, runtime: Runti
     [
         ("json_schema", '{"type": "fruit"}', "JSON schema cannot be used"),
         ("json_schema", '{"type"', "JSON schema cannot be used"),
-        ("regex", "(a", "parenthesis is not closed"),
+        ("regex", "(a", "Regex parsing error at position 3: The parenthesis is not closed"),
         ("ebnf_grammar", "root ::= missing", "not defined"),
         ("structural_tag", "[]", "structural tag cannot be used"),
     ],

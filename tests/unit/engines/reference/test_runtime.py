@@ -273,7 +273,8 @@ def test_greedy_tokens_with_prefix_reuse(plain: Path, expected: list[list[int]])
     assert [outputs[i][0].reused_blocks for i in range(len(PROMPTS))] == [0, 0, 4, 4, 3, 2]
     # 40 + 20 tokens end in the eighth block, and its last token is never stored.
     assert outputs[2][-1].allocated_blocks == 4
-    assert runtime.stats()["kv_reused_blocks"] == 13
+    # Those 13, and 7 of prompts that waited in the first run for one that begins alike.
+    assert runtime.stats()["kv_reused_blocks"] == 20
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no-reuse"])

@@ -1,0 +1,90 @@
+"""Messages of a chat, with the calls of tools in them and their results."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.gateway.failure import wrong
+from trtpipe.pipeline.gateway.strict import Strict
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    # Of a stream's pieces, from which some clients put the message together.
+    index: int | None = None
+
+    def plain(self, place: str) -> dict[str, Any]:
+        """The call as chat templates take it. Raises Failure for arguments that are no JSON object."""
+        try:
+            arguments = parse_json(self.function.arguments)
+        except ValueError as error:
+            raise wrong(f"'{place}.function.arguments' is not JSON: {error}", f"{place}.function.arguments") from None
+        if not isinstance(arguments, dict):
+            raise wrong(f"'{place}.function.arguments' is not a JSON object", f"{place}.function.arguments")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # Fields of an answer that is sent back, which are empty in answers of this server.
+    annotations: list[str] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
+
+    def plain(self, place: str) -> dict[str, Any]:
+        """The message in the form that chat templates take. Raises Failure for calls that are not JSON."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            out["tool_calls"] = [call.plain(f"{place}.tool_calls.{number}") for number, call in calls]
+        if self.role == "tool":
+            out["tool_call_id"] = self.tool_call_id
+            out |= {"name": self.name} if self.name is not None else {}
+        return out
+
+
+def plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages in the form that chat templates take. Raises Failure where a message contradicts its role."""
+    known: set[str] = set()
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        if message.content is None and not message.tool_calls:
+            raise wrong(f"'{place}.content' is missing", f"{place}.content", "missing_parameter")
+        if message.tool_calls and message.role != "assistant":
+            raise wrong(f"'{place}.tool_calls': only the assistant calls tools", f"{place}.tool_calls")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise wrong(f"'{place}.tool_call_id' is missing", f"{place}.tool_call_id", "missing_parameter")
+        if message.tool_call_id is not None and (message.role != "tool" or message.tool_call_id not in known):
+            no_call = (
+                "no call with that id comes before it" if message.role == "tool" else "only a tool's message has it"
+            )
+            raise wrong(f"'{place}.tool_call_id': {no_call}", f"{place}.tool_call_id")
+        known.update(call.id for call in message.tool_calls or ())
+    return [message.plain(f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same without the calls, to see whether a chat template heeds them."""
+    return [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]

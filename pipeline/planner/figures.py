@@ -1,0 +1,232 @@
+"""Measured runs, from a table, and what the planner says of each."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtpipe.configs import facts
+from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.quantization import QuantRecipe, resolve_precision
+from trtpipe.pipeline.bench.load.seeds import generator
+from trtpipe.pipeline.planner.demand import SEED, closed_loop
+from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
+from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.memory import Limits
+from trtpipe.pipeline.planner.predict import Option, Prediction
+from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
+
+# Quantities of a run: column of the table -> name in a report.
+QUANTITIES = {"output_tokens_per_s": "tokens/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
+# Requests of a run whose table does not say how many.
+AT_A_RATE = 500
+TOKENS_PER_BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured run. Times are means, in ms.
+
+    requests_per_s  rate of a Poisson process, or
+    concurrency     clients that each send the next request when one is answered, or neither: all requests at once
+    requests        number of requests; with `concurrency`, no more than it: one batch
+    max_batch_size, max_num_tokens, kv_fraction  what the engine was served with; where left out, what `plan` takes
+    """
+
+    gpu: str
+    model: str
+    input_tokens: int
+    output_tokens: int
+    tp: int = 1
+    dtype: str = "auto"
+    kv_cache: str | None = None
+    runtime: str = "tensorrt_llm"
+    release: str | None = None
+    requests_per_s: float | None = None
+    concurrency: int | None = None
+    requests: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    kv_fraction: float = 0.9
+    output_tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    @property
+    def group(self) -> str:
+        """Runs that share what an error may come from: figures are held out by it, never one by one."""
+        return f"{self.gpu} {self.model} tp{self.tp}"
+
+
+def read(file: Path) -> list[Figure]:
+    """Figures of a CSV file with the columns above, of which the first four are needed. Raises UsageError."""
+    fields = {field.name: field for field in dataclasses.fields(Figure)}
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            table = csv.DictReader(stream)
+            columns = table.fieldnames or []
+            rows = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{file} cannot be read as a CSV table", why=str(error)) from None
+    for column in columns:
+        if column not in fields:
+            raise UsageError(f"{file}: the column '{column}' is not known", remedy=suggestion(column, list(fields)))
+    for name in ("gpu", "model", "input_tokens", "output_tokens"):
+        if name not in columns:
+            raise UsageError(f"{file} has no column {name}", remedy="give gpu, model, input_tokens and output_tokens")
+    if not set(columns) & QUANTITIES.keys():
+        raise UsageError(f"{file} has no measured quantity", remedy=f"give one of {', '.join(QUANTITIES)}")
+    return [_figure(row, f"{file}, line {line}", fields) for line, row in enumerate(rows, 2)]
+
+
+def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Figure:
+    given: dict[str, Any] = {}
+    for name, text in row.items():
+        if name is None or text is None:
+            raise UsageError(f"{where} has not as many cells as the head")
+        if not text.strip():
+            continue
+        kind = float if "float" in str(fields[name].type) else int if "int" in str(fields[name].type) else str
+        try:
+            given[name] = kind(text.strip())
+        except ValueError:
+            raise UsageError(f"{where}: {name} is '{text[:60]}'", remedy="give a number") from None
+        if kind is not str and not 0 < given[name] < 1e12:
+            raise UsageError(f"{where}: {name} is {given[name]:g}", remedy="give a positive number")
+    missing = [name for name in ("gpu", "model", "input_tokens", "output_tokens") if name not in given]
+    if missing:
+        raise UsageError(f"{where} has no {missing[0]}")
+    return Figure(**given)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the planner says of a run; None where there is nothing to say, such as the TPOT of one token."""
+
+    output_tokens_per_s: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+def say(figure: Figure, efficiency: Efficiency) -> Said:
+    """Simulate the run. Raises UsageError for one that cannot be planned."""
+    how = efficiency.of(figure.runtime, figure.release)
+    base = option(figure)
+    made = dataclasses.replace(base, cost=base.cost.under(how))
+    found = _simulated(figure, made)
+    return Said(
+        found.tokens_per_s, float(found.ttft.mean()), float(found.tpot.mean()) if len(found.tpot) else None
+    )  # fmt: skip
+
+
+@functools.cache
+def option(figure: Figure) -> Option:
+    """What the run was measured on. Raises UsageError."""
+    return _option(
+        figure.gpu, figure.model, figure.tp, figure.dtype, figure.kv_cache, figure.runtime, figure.input_tokens,
+        figure.output_tokens, figure.max_batch_size, figure.max_num_tokens, figure.kv_fraction,
+    )  # fmt: skip
+
+
+@functools.cache
+def _option(
+    gpu: str, model: str, tp: int, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
+    batch: int | None, tokens: int | None, fraction: float,
+) -> Option:  # fmt: skip
+    how, recipes = _shipped()
+    card, shape = _gpu(gpu), _shape(model)[1]
+    precision = resolve_precision(dtype, card, recipes, kv_cache, None, runtime)
+    lengths = Lengths(mean_input=prompt, mean_output=answer, longest_input=prompt, longest=prompt + answer)
+    limits = None
+    if batch is not None:
+        limits = Limits(
+            max_batch_size=batch, max_num_tokens=max(tokens or 8192, batch), tokens_per_block=TOKENS_PER_BLOCK,
+            kv_cache_free_gpu_mem_fraction=fraction,
+        )  # fmt: skip
+    made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
+    made.require_fit(prompt + answer)
+    return made
+
+
+_gpu = functools.lru_cache(maxsize=None)(facts.find_gpu)
+_shape = functools.lru_cache(maxsize=None)(facts.find_shape)
+
+
+@functools.cache
+def _shipped() -> tuple[Efficiency, Mapping[str, QuantRecipe]]:
+    """Memory's coefficients, and recipes: the same for every run of a table."""
+    return load_efficiency(), facts.load_quant_recipes()
+
+
+def _simulated(figure: Figure, made: Option) -> Prediction:
+    one = Asked(0.0, figure.input_tokens, figure.output_tokens)
+    front = made.cost.efficiency.front_s
+    if figure.concurrency is not None and (figure.requests or figure.concurrency + 1) > figure.concurrency:
+        clients = figure.concurrency
+        count = max(40, 4 * clients)
+        first, follow = closed_loop([one] * count, clients)
+        timeline = simulate(first, made.places, made.seconds, follow=follow)
+        return Prediction.of(timeline, None, front, {}, clients)
+    if figure.requests_per_s is not None:
+        count = figure.requests or AT_A_RATE
+        gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, count)
+        arrivals = np.cumsum(gaps).tolist()
+    else:
+        arrivals = [0.0] * (figure.requests or 4 * made.limits.max_batch_size)
+    timeline = simulate([one._replace(arrival=at) for at in arrivals], made.places, made.seconds)
+    return Prediction.whole(timeline, front)
+
+
+def at_once(figure: Figure) -> tuple[Any, tuple[Any, ...], int] | None:
+    """Of a run whose requests are all sent at once: how often each step repeats, the steps, and the tokens.
+
+    They do not depend on how long a step takes, so a fit simulates them once. None where the run is another.
+    """
+    if figure.requests_per_s is not None or figure.requests is None or figure.output_tokens_per_s is None:
+        return None
+    return _steps(option(figure).places, figure.input_tokens, figure.output_tokens, figure.requests)
+
+
+@functools.cache
+def _steps(places: Places, prompt: int, answer: int, count: int) -> tuple[Any, tuple[Any, ...], int]:
+    rows: list[tuple[float, ...]] = []
+    simulate(
+        [Asked(0.0, prompt, answer)] * count, places, lambda step: 0.0,
+        watch=lambda repeat, step: rows.append((repeat, *step)),
+    )  # fmt: skip
+    columns = np.array(rows).T
+    return columns[0], tuple(columns[1:]), count * answer
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of some figures in one quantity: said / measured - 1."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute error."""
+        return float(np.mean(np.abs(self.values)))
+
+    @property
+    def bias(self) -> float:
+        return float(np.mean(self.values))
+
+
+def errors(said: Sequence[tuple[Figure, Said]], quantity: str) -> Errors:
+    """Of the figures that have this quantity."""
+    return Errors(
+        tuple(
+            value / true - 1
+            for figure, one in said
+            if (true := getattr(figure, quantity)) is not None and (value := getattr(one, quantity)) is not None
+        )
+    )

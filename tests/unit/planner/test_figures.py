@@ -1,0 +1,111 @@
+"""Tables of measured runs: how they are read and refused, what is said of a run, and overheads refitted to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.api.plan import against
+from trtpipe.pipeline.planner.against import calibrate, compare
+from trtpipe.pipeline.planner.demand import closed_loop
+from trtpipe.pipeline.planner.efficiency import load_efficiency, own_file
+from trtpipe.pipeline.planner.figures import Figure, read, say
+from trtpipe.pipeline.planner.predict import Prediction
+from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
+
+RUN = Figure(
+    gpu="h100", model="llama3.1-8b", dtype="fp8-kv", input_tokens=500, output_tokens=200, concurrency=16,
+    max_batch_size=64, max_num_tokens=8192,
+)  # fmt: skip
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "runs.csv"
+    file.write_text(text)
+    return file
+
+
+HEAD = "gpu,model,dtype,input_tokens,output_tokens,concurrency,output_tokens_per_s\n"
+
+
+def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path) -> None:
+    rows = (
+        "h100,llama3.1-8b,fp8-kv,500,200,16,3000\nh100,llama3.1-70b,bf16,500,200,16,100\nh99,llama3.1-8b,bf16,5,2,1,9\n"
+    )
+    found, kept = against(table(tmp_path, HEAD + rows))
+    assert kept is None
+    assert [figure.output_tokens_per_s for figure, _ in found.said] == [3000]
+    assert [run.split()[0] for run, _ in found.refused] == ["h100", "h99"]
+    assert "does not fit" in found.refused[0][1]
+    assert "unknown GPU 'h99'" in found.refused[1][1]
+    error = found.errors()["output_tokens_per_s"]
+    said = found.said[0][1].output_tokens_per_s
+    assert said is not None
+    assert error.values == pytest.approx([said / 3000 - 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gpu,model,input_tokens,ouput_tokens\n", "the column 'ouput_tokens' is not known; .*output_tokens"),
+        ("gpu,model,input_tokens,output_tokens_per_s\n", "has no column output_tokens"),
+        ("gpu,model,input_tokens,output_tokens\n", "has no measured quantity"),
+        (HEAD + "h100,llama3.1-8b,bf16,many,200,16,3000\n", "line 2: input_tokens is 'many'"),
+        (HEAD + "h100,llama3.1-8b,bf16,500,200,-1,3000\n", "line 2: concurrency is -1"),
+        (HEAD + "h100,llama3.1-8b\n", "line 2 has not as many cells as the head"),
+        (HEAD + ",llama3.1-8b,bf16,500,200,1,3000\n", "line 2 has no gpu"),
+        ("", "has no column gpu"),
+    ],
+)  # fmt: skip
+def test_a_bad_table_is_refused_in_one_line(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read(table(tmp_path, text))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read(tmp_path / "none.csv")
+
+
+def test_tokens_are_counted_when_they_come_and_not_when_their_request_ends() -> None:
+    """Eight requests in step, a token a second for 100 s: 8 tokens a second in any window, though none or eight of
+    them end within it."""
+    places = Places(batch=8, tokens=1000, kv_blocks=1000)
+    timeline = simulate([Asked(0.0, 10, 100)] * 8 + [Asked(90.0, 10, 100)] * 8, places, lambda step: 1.0)
+    found = Prediction.of(timeline, offered=0.1, front_s=0.0, shares={}, clients=0)
+    assert found.tokens_per_s == pytest.approx(8.0, rel=0.02)
+
+
+def test_clients_of_a_closed_loop_are_out_of_step() -> None:
+    first, follow = closed_loop([Asked(0.0, 10, 1000)] * 200, 100)
+    outputs = sorted(one.output for one in first)
+    assert outputs[0] < 50
+    assert 450 < outputs[50] < 550
+    assert outputs[-1] > 950
+    assert follow(0, 7.0) == Asked(7.0, 10, 1000)
+
+
+def test_a_refit_finds_the_overheads_that_made_the_runs() -> None:
+    """Runs as an engine with three times the overheads would have given."""
+    how = load_efficiency()
+    slower = dataclasses.replace(how, step_s=how.step_s * 3, layer_s=how.layer_s * 3, request_s=how.request_s * 3)
+    runs = []
+    for clients in (1, 16):
+        run = dataclasses.replace(RUN, concurrency=clients)
+        true = say(run, slower)
+        runs.append(dataclasses.replace(run, output_tokens_per_s=true.output_tokens_per_s, tpot_ms=true.tpot_ms))
+    before = compare(runs, how).errors()["tpot_ms"].mean
+    found = calibrate(runs, how)
+    after = dataclasses.replace(how, runtimes={**how.runtimes, **found})
+    assert set(found) == {"tensorrt_llm"}
+    assert before > 0.3
+    assert compare(runs, after).errors()["tpot_ms"].mean < 0.03
+
+
+def test_refitted_overheads_go_before_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path))
+    own_file().write_text("runtimes: {vllm: {step_s: 0.5}}\n")
+    assert load_efficiency().of("vllm").step_s == 0.5
+    own_file().write_text("runtimes: {vllm: {steps: 0.5}}\n")
+    with pytest.raises(Exception, match="steps"):
+        load_efficiency()
