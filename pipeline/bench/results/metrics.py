@@ -76,6 +76,10 @@ class Metric:
         """Statistics of it that a table shows: `points` of a distribution, the value of a rate."""
         return ("value",)
 
+    def shown(self, value: float) -> float:
+        """The value as tables show it: a share in percent."""
+        return value if self.unit else 100 * value
+
     def heading(self, statistic: str = "") -> str:
         """Heading of a column or a row of figures: "TTFT p99 ms", "tokens/s"."""
         return self.short or self.name.replace("_", " ")
@@ -433,7 +437,7 @@ _GOODPUT = (
     ),
 )
 # Of the server's own counters, where it speculates: `report.load_point_result` takes them from its metrics.
-_SPECULATION = (
+SPECULATION = (
     Metric(
         name="tokens_per_step",
         unit="tokens",
@@ -455,7 +459,11 @@ _SPECULATION = (
     ),
 )
 # Every metric, in the order of reports and tables. To add one, add it here.
-METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT, *_SPECULATION)
+METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT, *SPECULATION)
+
+
+# The one that tables of objectives have.
+REQUEST_GOODPUT = _GOODPUT[0]
 
 
 def distributions() -> list[Distribution]:

@@ -148,7 +148,7 @@ def test_what_ifs() -> None:
     assert host.kv_tokens is not None
     # 64 GiB of 65,536 bytes a token.
     assert host.kv_tokens[1] - host.kv_tokens[0] == 1 << 20
-    # 64 tokens of 65,536 bytes at 64 GB/s, of which half is reached.
+    # 64 tokens of 65,536 bytes at 55.7 GB/s.
     assert "whose first 64 tokens are among them reads them in 0.1 ms" in host.said
     whole = found["prompts in one piece (no chunked context)"]
     assert whole.ttft is not None
