@@ -50,6 +50,9 @@ def plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Print the effect of single changes to the best option.")
     ] = False,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Share of draft tokens that is accepted, for --what-if: 0.45, say.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
@@ -93,7 +96,9 @@ def plan(
         price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
     )  # fmt: skip
     best = advice.candidates[0].option
-    changes = what_ifs(best, advice.question.demand) if what_if and best is not None else []
+    if acceptance is not None and not what_if:
+        raise UsageError("--acceptance is for --what-if", remedy="give both")
+    changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 
