@@ -32,7 +32,7 @@ _SSE = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# Tokens of a prompt that are listed at a time, in about a millisecond.
+# Tokens of a prompt that are listed without letting other answers go on: about a millisecond.
 _PART = 256
 _DONE = b"data: [DONE]\n\n"
 Entry = dict[str, Any]
@@ -48,9 +48,9 @@ class Order:
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     tools       how the answer may call tools; None where it may not
-    echoes      text of each prompt, where its answers begin with it; else empty
-    guide_param field of the request that asks for the form of the answers; "" for none
-    prompts     tokens of each prompt, where their log-probabilities are listed too; else empty
+    echoes      text of each prompt where its answers begin with it (`echo`); else empty
+    guide_param field of the request that asks for a guide; "" for none
+    prompts     token ids of each prompt where their log-probabilities are listed too; else empty
     """
 
     id: str
@@ -113,7 +113,7 @@ class Choice:
         self.shown = False  # whether the client knows that the choice has ended
         self.whole: list[str] = []
         self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not sent yet
-        self.listed: list[Entry] = []  # what is listed of the prompt, not sent yet
+        self.listed: list[Entry] = []  # entries of the prompt's tokens that have not been sent
         self.offset = 0  # position of the next token in the text, for logprobs of completions
         self.prefix = b""
         copies = len(order.requests) // len(order.prompt_lengths)
@@ -132,7 +132,7 @@ class Choice:
         piece = ""
         tokens = generation.tokens
         if not self._order.max_tokens:
-            tokens = []  # the engine has made one, since it can do no less
+            tokens = []  # an engine makes at least one
         if tokens and self.finish is None:
             generation.tokens = []
             self.count += len(tokens)
@@ -165,7 +165,7 @@ class Choice:
         return piece
 
     def _text_of(self, piece: str, calls: CallParser) -> str:
-        """What of a piece is text of the answer; `calls` takes the rest."""
+        """The part of a piece that is text of the answer; `calls` takes the tool calls in it."""
         piece = calls.push(piece, final=self.finish is not None)
         if calls.over and self.finish is None:
             self._stop()
@@ -174,11 +174,11 @@ class Choice:
         return piece
 
     def call_deltas(self) -> list[Entry]:
-        """What has become known of calls since the last time, as a stream has it."""
+        """New parts of tool calls since the last call of this method, in the form of OpenAI's stream."""
         return self.calls.deltas() if self.calls is not None else []
 
     def message(self) -> Entry:
-        """The whole answer to a chat."""
+        """The complete message of a chat's answer."""
         content = "".join(self.whole)
         calls = [call.message() for call in self.calls.calls] if self.calls is not None else []
         told: Entry = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}

@@ -168,7 +168,7 @@ def test_a_form_that_the_engine_refuses_names_the_field_and_a_runtime_without_fo
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "s.oneOf", "not certain"),
         ({"enum": [1, "a"], "type": "integer"}, "s.enum", "not all of the type"),
         ({"enum": [1], "minimum": 0}, "s.minimum", "beside 'enum'"),
-        ({"type": "string", "minimum": 0}, "s.minimum", "which the type leaves out"),
+        ({"type": "string", "minimum": 0}, "s.minimum", "which the type does not allow"),
         ({"minimum": 0, "maxLength": 1}, "s.type", "is missing"),
         ({"type": "string", "pattern": "a", "maxLength": 1}, "s.maxLength", "beside 'pattern'"),
         ({"type": "number", "multipleOf": 0.5}, "s.multipleOf", "for type 'integer' alone"),
