@@ -138,7 +138,7 @@ class _Check:
         return out
 
     def _disjoint(self, schemas: list[Any]) -> bool:
-        """Whether no value can match two of the schemas: their types differ, or all are objects with a required property
+        """Whether no value can match two of the schemas: types differ, or all are objects with a required property
         whose `const` differs."""
         if not all(isinstance(one, dict) for one in schemas):
             return False

@@ -187,7 +187,7 @@ REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [
     ({"generation_kwargs": {"do_sample": True}}, DOCS, "answers are generated greedily"),
     ({"metadata": {"max_drop": "much"}}, DOCS, "a regular expression or max_drop is invalid"),
     ({"metadata": {"max_drop": 2}}, DOCS, "max_drop is 2; give a share of the documents, from 0 to 1"),
-    ({"filter_list": [{"name": "a", "filter": [{"function": "map"}]}]}, DOCS, "filter_list has several lists or an unknown filter"),
+    ({"filter_list": [{"name": "a", "filter": [{"function": "map"}]}]}, DOCS, "filter_list has several lists"),
     ({"filter_list": [{"name": "a", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, DOCS, "a pattern or"),
     ({}, [], "data.jsonl holds no document"),
     ({}, [[1]], "data.jsonl does not have a JSON object on each line: line 1 is not an object"),
