@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 from trtpipe import __version__
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
-from trtpipe.pipeline.gateway.answers import Answer, Order
+from trtpipe.pipeline.gateway.answers import Answer
+from trtpipe.pipeline.gateway.choices import Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from trtpipe.pipeline.gateway.engine_requests import (
     EngineModel,

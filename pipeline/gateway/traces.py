@@ -22,7 +22,7 @@ from trtpipe.engines.extras import install_command
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from trtpipe.pipeline.gateway.answers import Choice, Order
+    from trtpipe.pipeline.gateway.choices import Choice, Order
 
 # Key of the span in a request's scope.
 SPAN = "trtpipe.span"
