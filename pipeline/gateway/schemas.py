@@ -75,7 +75,7 @@ class _Check:
         out = {name: value for name, value in given.items() if name not in _NOTES}
         for name in _REFUSED:
             if name in out and not (name == "uniqueItems" and out.pop(name) is False):
-                raise _invalid(f"{place}.{name}", "no answer can be held to this keyword")
+                raise _invalid(f"{place}.{name}", "guided decoding cannot enforce this keyword")
         for name in ("$defs", "definitions"):
             if name in given:
                 out[name] = self._each(given[name], f"{place}.{name}", ())
@@ -93,14 +93,14 @@ class _Check:
             raise _invalid(place, "Input should be an object")
         return {name: self.schema(one, f"{place}.{name}", way) for name, one in given.items()}
 
-    def _alone(self, out: dict[str, Any], name: str, place: str) -> None:
-        """Raises Failure for other keywords that restrict the value: XGrammar drops them beside the keyword `name`."""
+    def _require_alone(self, out: dict[str, Any], name: str, place: str) -> None:
+        """Raises Failure for keywords besides `name` that restrict the value: XGrammar drops them."""
         others = [one for one in out if one != name and one not in _NOTES and (one in _OF or one in _KEYWORDS)]
         if others:
-            raise _invalid(f"{place}.{others[0]}", f"no answer can be held to it beside '{name}'")
+            raise _invalid(f"{place}.{others[0]}", f"guided decoding cannot enforce it beside '{name}'")
 
     def _reference(self, out: dict[str, Any], place: str, way: tuple[str, ...]) -> dict[str, Any]:
-        self._alone(out, "$ref", place)
+        self._require_alone(out, "$ref", place)
         name = out["$ref"]
         if not isinstance(name, str) or self._find(name) is None:
             raise _invalid(f"{place}.$ref", "it names nothing in the schema; references are to '#' or '#/...'")
@@ -126,12 +126,12 @@ class _Check:
         return found if isinstance(found, dict) else None
 
     def _choice(self, out: dict[str, Any], name: str, place: str, way: tuple[str, ...]) -> dict[str, Any]:
-        self._alone(out, name, place)
+        self._require_alone(out, name, place)
         given = out[name]
         if not isinstance(given, list) or not given:
             raise _invalid(f"{place}.{name}", "Input should be a list of schemas")
         if name == "allOf" and len(given) > 1:
-            raise _invalid(f"{place}.allOf", "no answer can be held to several schemas at once: write them as one")
+            raise _invalid(f"{place}.allOf", "guided decoding cannot enforce several schemas at once: merge them")
         out[name] = [self.schema(one, f"{place}.{name}.{at}", way) for at, one in enumerate(given)]
         if name == "oneOf" and not self._disjoint(given):
             raise _invalid(f"{place}.oneOf", "a value may match two of its schemas: use anyOf or other types")
@@ -160,7 +160,7 @@ class _Check:
         name = "enum" if "enum" in out else "const"
         kinds = _kinds(out, place)
         out.pop("type", None)
-        self._alone(out, name, place)
+        self._require_alone(out, name, place)
         values = out["enum"] if name == "enum" else [out["const"]]
         if not isinstance(values, list) or not values:
             raise _invalid(f"{place}.enum", "Input should be a list of values")
@@ -206,7 +206,7 @@ class _Check:
             name for name in _BOUNDS["object"] if name in out and (name, out[name]) != ("additionalProperties", False)
         ]
         if ("patternProperties" in out or "propertyNames" in out) and len(given) > 1:
-            raise _invalid(f"{place}.{given[1]}", f"no answer can be held to it beside '{given[0]}'")
+            raise _invalid(f"{place}.{given[1]}", f"guided decoding cannot enforce it beside '{given[0]}'")
         if "propertyNames" in out:
             out["propertyNames"] = self.schema(out["propertyNames"], f"{place}.propertyNames", ())
         properties = out.get("properties", {})
@@ -221,7 +221,7 @@ class _Check:
             raise _invalid(f"{place}.required", f"'{missing[:100]}' is not in properties")
         for name in ("minProperties", "maxProperties"):
             if name in out and (properties or out[name] == 0):
-                raise _invalid(f"{place}.{name}", "no answer can be held to it beside 'properties'")
+                raise _invalid(f"{place}.{name}", "guided decoding cannot enforce it beside 'properties'")
 
     def _array(self, out: dict[str, Any], place: str) -> None:
         if "items" in out and out["items"] is not False:
@@ -237,7 +237,7 @@ class _Check:
     def _string(self, out: dict[str, Any], place: str) -> None:
         chosen = [name for name in _BOUNDS["string"] if name in out]
         if ("pattern" in out or "format" in out) and len(chosen) > 1:
-            raise _invalid(f"{place}.{chosen[1]}", f"no answer can be held to it beside '{chosen[0]}'")
+            raise _invalid(f"{place}.{chosen[1]}", f"guided decoding cannot enforce it beside '{chosen[0]}'")
         if "format" in out and out["format"] not in _FORMATS:
             del out["format"]  # validators of JSON Schema ignore it too
         if "pattern" in out and not isinstance(out["pattern"], str):
@@ -253,7 +253,7 @@ class _Check:
                 raise _invalid(f"{place}.{name}", "Input should be a number")
         if "multipleOf" in out:
             if sum(name in out for name in _BOUNDS["number"]) > 1:
-                raise _invalid(f"{place}.multipleOf", "no answer can be held to it beside another bound")
+                raise _invalid(f"{place}.multipleOf", "guided decoding cannot enforce it beside another bound")
             if "number" in kinds or not 1 <= out["multipleOf"] <= MAX_COUNT or out["multipleOf"] % 1:
                 raise _invalid(
                     f"{place}.multipleOf", f"it must be a whole number up to {MAX_COUNT}, beside the type 'integer'"

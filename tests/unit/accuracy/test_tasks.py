@@ -1,4 +1,4 @@
-"""Tasks: what is asked of a model, how its answers are scored, and which files are refused; the models are doubles."""
+"""Task scores: requests to the model, scoring of its answers, and refused files; the models are doubles."""
 
 from __future__ import annotations
 

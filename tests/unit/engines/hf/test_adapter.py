@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: what is refused, the folder that a server looks into, and TensorRT-LLM's arrays."""
+"""LoRA adapters as PEFT saves them: refusals, the folder that a server reads, and TensorRT-LLM's arrays."""
 
 from __future__ import annotations
 
