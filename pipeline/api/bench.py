@@ -35,7 +35,7 @@ SEARCH_SECONDS = 30.0
 FLAGS = {
     "^options: ": "",
     r"requests (and|or) duration_s": r"--requests \1 --duration",
-    "(requests|concurrency|rate) is": r"--\1 is",
+    "(requests|concurrency|rate|workers|hosts|repeat) is": r"--\1 is",
     "input_tokens '": "--input-tokens '",
     "output_tokens '": "--output-tokens '",
     "duration_s": "--duration",
