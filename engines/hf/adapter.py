@@ -89,12 +89,16 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read an adapter's config and the heads of its tensors. Raises InputDataError for a folder that is no adapter, and
-    for an adapter other than plain LoRA."""
+    """Read an adapter's config and the heads of its tensors. Raises UsageError for a folder that is not there,
+    InputDataError for one that is no adapter, and for an adapter other than plain LoRA."""
     path = folder / CONFIG
     if not path.is_file():
-        why = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise InputDataError(f"{folder} is not a LoRA adapter", why=why, remedy="give a folder that PEFT has saved")
+        there = folder.is_dir()
+        raise (InputDataError if there else UsageError)(
+            f"{folder} is not a LoRA adapter",
+            why=f"it has no {CONFIG}" if there else "there is no such folder",
+            remedy="give a folder that PEFT has saved",
+        )
     raw = read_json(path, "adapter config")
     if raw.get("peft_type") != "LORA":
         raise InputDataError(

@@ -88,7 +88,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_refused(tmp_path: Path, model: Path, change: Callable[[Path], Any], words: str) -> None:
     folder = write_adapter(tmp_path / "adapter", model)
     change(folder)
-    with pytest.raises(InputDataError, match=words) as refused:
+    kind = InputDataError if folder.is_dir() else UsageError
+    with pytest.raises(kind, match=words) as refused:
         located_pairs(read_adapter(folder), read_model_config(model))
     assert "\n" not in str(refused.value)
 
