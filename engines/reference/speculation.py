@@ -1,8 +1,8 @@
 """Draft tokens of speculative decoding: guessed from the text itself, or by a small model.
 
 The runtime computes a request's draft tokens in one step with its last token, and draws the next tokens one after
-another as it does without drafts; each that equals its draft token saves a step. So drafts change how many steps an
-answer takes, and nothing in it: neither greedy nor sampled text.
+another as it does without drafts; each that equals its draft token saves a step. So drafts change the number of steps
+of an answer, but not its text, greedy or sampled.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [
     ({"metadata": {"max_drop": "much"}}, DOCS, "a regular expression or max_drop is invalid"),
     ({"metadata": {"max_drop": 2}}, DOCS, "max_drop is 2; give a share of the documents, from 0 to 1"),
     ({"filter_list": [{"name": "a", "filter": [{"function": "map"}]}]}, DOCS, "filter_list has several lists"),
-    ({"filter_list": [{"name": "a", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, DOCS, "a pattern or"),
+    ({"filter_list": [{"name": "a", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, DOCS, "a regular"),
     ({}, [], "data.jsonl holds no document"),
     ({}, [[1]], "data.jsonl does not have a JSON object on each line: line 1 is not an object"),
     ({}, [{"colour": "red"}], "line 1 does not fit"),
