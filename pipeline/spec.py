@@ -196,15 +196,8 @@ def set_layer(words: list[str]) -> Layer:
 
 def assignments(words: list[str]) -> dict[str, Any]:
     """The values of `--set` options by dotted name, each given once. Raises UsageError."""
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--set {word} is not NAME=VALUE", remedy="write for example build.max_batch_size=16")
-        if name in values:
-            raise UsageError(f"--set {name} is given more than once", remedy="give it once")
-        values[name] = read.parse_yaml_value(text, f"--set {name}")
-    return values
+    texts = read.named_values(words, "--set ", example="build.max_batch_size=16")
+    return {name: read.parse_yaml_value(text, f"--set {name}") for name, text in texts.items()}
 
 
 def dotted_layer(values: dict[str, Any]) -> Layer:
@@ -491,7 +484,10 @@ def _tasks(chosen: dict[str, tuple[Any, str]], *, quantized: bool) -> tuple[str,
     if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
         raise _error(label)(f"{label}: tasks is {value!r}, not a file or a list of files")
     if files and not quantized:
-        raise _error(label)("tasks are for a quantized model", why="they are scored where its accuracy is checked")
+        raise _error(label)(
+            "tasks are for a quantized model", why="they are scored where its accuracy is checked",
+            remedy="choose a quantized --dtype, or leave them out",
+        )  # fmt: skip
     return tuple(files)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from trtpipe.pipeline.api.plan import USUAL
 from trtpipe.pipeline.cli import completion as complete
-from trtpipe.pipeline.cli.options import GroupSize, Json
+from trtpipe.pipeline.cli.options import FILE, GroupSize, Json
 
 
 def plan(
@@ -56,10 +56,11 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(help="CSV table of measured runs: print how far off the planner is, and plan nothing."),
+        typer.Option(help="CSV table of measured runs: print how far off the planner is, and plan nothing.", **FILE),
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="CSV table of measured runs: refit overheads to them and keep the result.")
+        Path | None,
+        typer.Option(help="CSV table of measured runs: refit overheads to them and keep the result.", **FILE),
     ] = None,
     as_json: Json = False,
     page: Annotated[Path | None, typer.Option(help="HTML page to write, with each option's frontier.")] = None,
@@ -122,23 +123,24 @@ def _whole(text: str) -> int:
 
 
 def _prices(given: list[str], gpu: str) -> dict[str, float]:
-    """Prices of --price by GPU. Raises UsageError for one that is not compared."""
+    """Prices of --price by GPU. Raises UsageError, also for a GPU that is not compared or has two prices."""
     from trtpipe.configs import facts
+    from trtpipe.configs.read import named_values
     from trtpipe.engines.errors import UsageError
 
-    prices, compared = dict(_price(one) for one in given), {facts.find_gpu(one).name for one in _list(gpu)}
-    for name in prices.keys() - compared:
-        raise UsageError(f"--price {name} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
+    prices: dict[str, float] = {}
+    compared = {facts.find_gpu(one).name for one in _list(gpu)}
+    texts = named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour")
+    for word, text in texts.items():
+        name = facts.find_gpu(word).name
+        if name not in compared:
+            raise UsageError(f"--price {word} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
+        if name in prices:
+            raise UsageError(f"--price {word} is given more than once", why=f"it is {name}", remedy="give it once")
+        try:
+            prices[name] = float(text)
+        except ValueError:
+            raise UsageError(
+                f"--price {word}={text} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
+            ) from None
     return prices
-
-
-def _price(text: str) -> tuple[str, float]:
-    from trtpipe.engines.errors import UsageError
-
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise UsageError(
-            f"--price {text} is not a price", remedy="give for example h100=2.5, of one GPU an hour"
-        ) from None

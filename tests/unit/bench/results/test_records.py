@@ -116,8 +116,8 @@ def test_speculation_is_as_the_one_engine_of_the_server_counts_it() -> None:
             settled(COUNTED), None, check, protocol="grpc", label="1 in flight", load={}, server=server
         ).metrics
 
-    guessing = {"tokens_per_step": 1.75, "draft_acceptance": 0.25}
-    plain = dict.fromkeys(guessing, None)
+    guessing: dict[str, float | None] = {"tokens_per_step": 1.75, "draft_acceptance": 0.25}
+    plain: dict[str, float | None] = dict.fromkeys(guessing)
     found = metrics(plain, guessing)
     assert found["tokens_per_step"] == {"value": 1.75, "interval": None}
     assert found["draft_acceptance_rate"] == {"value": 0.25, "interval": None}
