@@ -109,7 +109,7 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
         against(
             f"prompt lookup of {DRAFTS} draft tokens",
             lambda: (replace(option, drafts=DRAFTS, acceptance=share), demand),
-            f"{1 + DRAFTS * share:.1f} tokens a step: {'an assumed' if acceptance is None else 'a measured'} "
+            f"{1 + DRAFTS * share:.1f} tokens a step: {'an assumed' if acceptance is None else 'the given'} "
             f"{100 * share:.0f} % of the drafts are accepted",
         ),
         in_host_memory(option, lengths, now),
