@@ -54,7 +54,7 @@ def round_sizes(candidates: int) -> list[int]:
     for number in range(64):
         if left <= 1:
             break
-        left = math.ceil(left / 2) + (number < 2 and left > 2)
+        left = math.ceil(left / 2) + (number < 2)
         sizes.append(1 + left)
     return sizes
 
@@ -95,7 +95,7 @@ def _next(field: list[Candidate], scores: dict[Candidate, list[tuple[int, float]
     able = [one for one in field if scores.get(one, [(-1, 0.0)])[-1][0] == number]
     able.sort(key=lambda one: -rated(scores[one]))
     kept = able[: math.ceil(len(field) / 2)]
-    if number < 2 and len(field) > 2:
+    if number < 2 and len(field) > 1:
         base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
         gaining = [one for one in able if rated(scores[one]) > base]
         together = AS_IT_IS

@@ -104,7 +104,8 @@ def test_every_flag_of_every_release_is_a_setting_and_the_other_way_round() -> N
     assert set(BARE) < names
     built = [one for one in load_toolchains().values() if "tensorrt_llm" in one.runtimes]
     assert [one.name for one in built] == ["1.2.1", "1.1.0", "1.0.0", "0.21.0"]
-    assert all(set(one.flags) == names for one in built)
+    # Draft models have engines of their own there.
+    assert all(set(one.flags) | {"speculative_model"} == names for one in built)
     assert all(one.metadata["meaning"] for one in fields(BuildConfig))
 
 

@@ -229,9 +229,13 @@ UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
         (
             history(called(), {"role": "tool", "content": "x", "tool_call_id": "b"}),
             "messages.2.tool_call_id",
-            "no call",
+            "no earlier message has a call",
         ),
-        (history({"role": "user", "content": "x", "tool_call_id": "a"}), "messages.1.tool_call_id", "only a tool's"),
+        (
+            history({"role": "user", "content": "x", "tool_call_id": "a"}),
+            "messages.1.tool_call_id",
+            "only a message of the role 'tool'",
+        ),
         (history(called() | {"role": "user"}), "messages.1.tool_calls", "only the assistant"),
         (history({"role": "assistant", "tool_calls": []}), "messages.1.content", "missing"),
         (history(called(), {"role": "tool", "tool_call_id": "a"}), "messages.2.content", "missing"),
