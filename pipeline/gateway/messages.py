@@ -79,7 +79,7 @@ def plain(messages: list[Message]) -> list[dict[str, Any]]:
             raise wrong(f"'{place}.tool_call_id' is missing", f"{place}.tool_call_id", "missing_parameter")
         if message.tool_call_id is not None and (message.role != "tool" or message.tool_call_id not in known):
             no_call = (
-                "no earlier message has a call with that id"
+                "no call with that id comes before it"
                 if message.role == "tool"
                 else "only a message of the role 'tool' has it"
             )
