@@ -354,8 +354,8 @@ def report(fitted: Judged, held: Judged, peer: dict[Figure, dict[str, float]], t
         *_beside(held, peer),
         *terms,
         "vLLM 0.25 in its own process ([H200](h200.md), [H100](h100.md)), Llama 3 8B's shapes, 128 in and out, all "
-        "clients in step: tokens a second, and the median time to the first token of the whole run. Only 16 bits on the "
-        "H200 are fitted to, and only their tokens a second.",
+        "clients in step: tokens a second, and the median time to the first token of the whole run. Only 16 bits on "
+        "the H200 are fitted to, and only their tokens a second.",
         "",
         "| GPU | dtype | at once | tokens/s: measured | said | error | TTFT ms: measured | said | error |",
         "|" + "---|" * 9,
