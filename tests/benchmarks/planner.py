@@ -285,7 +285,7 @@ def write_efficiency(how: Efficiency, found: Judged) -> None:
     plain: dict[str, Any] = {**asdict(how), "products": dict(sorted(products.items())), "probed": _probed()}
     plain["runtimes"] = {**how.runtimes, "vllm": fit_vllm(how)}
     plain["errors"] = spread(found)
-    for name in ("slower", "runtime"):
+    for name in ("slower", "runtime", "ahead"):
         del plain[name]
 
     def short(value: Any) -> Any:
