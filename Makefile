@@ -11,7 +11,7 @@ VLLM_HERE := $(shell $(PYTHON) -c 'import sys, platform; print("yes" if sys.vers
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm setup-lm-eval environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
+.PHONY: help setup setup-vllm setup-lm-eval environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu studies gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -106,6 +106,9 @@ bench-plan: $(READY) ## the planner and AIConfigurator, which it installs, again
 	$(PYTHON) -m venv $(AICONFIGURATOR)
 	$(AICONFIGURATOR)/bin/pip install --quiet aiconfigurator==0.12.0
 	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md --peer-python $(AICONFIGURATOR)/bin/python
+
+studies: $(READY) ## the pages of the two studies, from the planner
+	$(BIN)/python -m tests.benchmarks.studies docs/studies
 
 bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
 	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md

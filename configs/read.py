@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,19 @@ def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
             f"{path} holds a {type(value).__name__}, not a mapping", remedy="write it as lines of `name: value`"
         )
     return value
+
+
+def named_values(words: Iterable[str], option: str, *, example: str, form: str = "NAME=VALUE") -> dict[str, str]:
+    """Texts by name, of an option that is repeated with NAME=VALUE. Raises UsageError, also for a name given twice."""
+    values: dict[str, str] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise UsageError(f"{option}{word} is not {form}", remedy=f"write for example {example}")
+        if name in values:
+            raise UsageError(f"{option}{name} is given more than once", remedy="give it once")
+        values[name] = text
+    return values
 
 
 def parse_yaml_value(text: str, what: str) -> Any:

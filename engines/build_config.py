@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.speculation import DRAFT_MODEL, EAGLE3, NGRAM, WITH_MODEL
 
 FLOAT_PLUGIN = ("auto", "float16", "bfloat16", "float32", "disable")
 FP8_PLUGIN = ("fp8", "disable")
 # Settings of adapters, which an engine of any runtime has where it takes them.
 LORA = ("lora_plugin", "lora_target_modules", "max_lora_rank")
-# Settings that affect the build process but not the engine.
-NOT_IN_ENGINE = ("workers", "monitor_memory", "log_level")
+# Settings of speculation, which an engine of any runtime has where it speculates.
+SPECULATIVE = ("speculative_decoding_mode", "max_draft_len", "speculative_model")
+# Settings that affect the build process but not the engine, and the place of files that are themselves in its key.
+NOT_IN_ENGINE = ("workers", "monitor_memory", "log_level", "speculative_model")
 
 
 def option(default: Any, meaning: str, *, choices: tuple[str, ...] = (), least: int | None = None) -> Any:
@@ -80,11 +83,15 @@ class BuildConfig:
     max_lora_rank: int = option(64, "highest rank of an adapter; sets workspace", least=1)
     lora_ckpt_source: str = option("hf", "format of the adapters", choices=("hf", "nemo"))
 
-    # The other modes of trtllm-build need extra heads, which a plain Llama does not have.
+    # The first two are modes of trtllm-build, whose others need extra heads, which a plain Llama does not have.
     speculative_decoding_mode: str | None = option(
-        None, "how draft tokens are made", choices=("draft_tokens_external", "lookahead_decoding")
+        None, "how draft tokens are made",
+        choices=("draft_tokens_external", "lookahead_decoding", NGRAM, DRAFT_MODEL, EAGLE3),
+    )  # fmt: skip
+    max_draft_len: int = option(
+        0, "draft tokens of a request in a step; trtllm-build adds them to max_seq_len and max_num_tokens", least=0
     )
-    max_draft_len: int = option(0, "draft tokens of a step; added to max_seq_len and max_num_tokens", least=0)
+    speculative_model: str | None = option(None, "folder of the model or the EAGLE-3 head that makes draft tokens")
 
     gather_context_logits: bool = option(False, "return logits of the prompt's tokens")
     gather_generation_logits: bool = option(False, "return logits of the new tokens")
@@ -137,6 +144,11 @@ class BuildConfig:
     def takes_adapters(self) -> bool:
         """Whether the engine computes LoRA adapters."""
         return self.lora_plugin != "disable"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine makes draft tokens by itself."""
+        return self.speculative_decoding_mode in (NGRAM, *WITH_MODEL)
 
     @property
     def in_flight_batching(self) -> bool:
@@ -233,6 +245,25 @@ def _contradictions(build: BuildConfig) -> list[tuple[str, str, str]]:
             "build.speculative_decoding_mode and build.max_draft_len are given together or not at all",
             "",
             "give both",
+        ),
+        (
+            build.speculative_decoding_mode in WITH_MODEL and not build.speculative_model,
+            f"build.speculative_decoding_mode={build.speculative_decoding_mode} needs build.speculative_model",
+            "that model makes the draft tokens",
+            f"name its folder, or use build.speculative_decoding_mode={NGRAM}, which needs no model",
+        ),
+        (
+            build.speculative_model is not None and build.speculative_decoding_mode not in WITH_MODEL,
+            f"build.speculative_model needs build.speculative_decoding_mode={' or '.join(WITH_MODEL)}",
+            "no other mode has a model of draft tokens",
+            "give the mode, or leave build.speculative_model out",
+        ),
+        (
+            build.speculates and build.max_batch_size * (1 + build.max_draft_len) > build.max_num_tokens,
+            f"build.max_draft_len {build.max_draft_len} is too much for build.max_num_tokens {build.max_num_tokens}",
+            f"a full batch of {build.max_batch_size} requests, each with its draft tokens and one more, would take "
+            f"{build.max_batch_size * (1 + build.max_draft_len)} tokens in a step",
+            "lower build.max_draft_len or build.max_batch_size, or raise build.max_num_tokens",
         ),
         (
             build.gather_context_logits and build.max_draft_len > 0,

@@ -1,4 +1,4 @@
-"""LoRA adapters as TensorRT-LLM's C++ backend loads them: an array of weights and one that says what each row is.
+"""Writer of LoRA adapters as TensorRT-LLM's C++ backend loads them: an array of weights and one of their rows' places.
 
 model.lora_weights.npy is [1, rows, width] float16: a row is A [rank, in] and then scale * B [out, rank] of one linear,
 each in C order, padded with zeros. model.lora_config.npy is [1, rows, 3] int32: module, layer, rank. Sources:
@@ -28,13 +28,13 @@ MODULES = {
     "gate_proj": "mlp_h_to_4h", "down_proj": "mlp_4h_to_h", "up_proj": "mlp_gate",
 }  # fmt: skip
 _ROLES = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
-# Modules that an engine has together or not at all.
+# Groups of modules: an engine takes adapters for all modules of a group or for none.
 _TOGETHER = (("attn_q", "attn_k", "attn_v"), ("mlp_h_to_4h", "mlp_gate"))
 
 
 def whole_groups(modules: Iterable[str]) -> tuple[str, ...]:
-    """The modules, and those that TensorRT-LLM wants beside them, sorted: its attention takes adapters of q, k and v
-    together, and its MLP those of both inputs. An adapter need not have them all."""
+    """`modules` with the rest of each group that they begin, sorted. TensorRT-LLM's engine takes adapters of q, k and v
+    together, and of both inputs of the MLP; a single adapter may lack some of them."""
     out = set(modules)
     for group in _TOGETHER:
         if out.intersection(group):
@@ -47,13 +47,13 @@ def require_type(dtype: DataType) -> None:
     if dtype is not DataType.FLOAT16:
         raise UsageError(
             f"TensorRT-LLM's C++ backend does not serve adapters of a {dtype.value} engine by name",
-            why="it loads a folder of them from NumPy files, which have no such type, and adapters have the engine's",
+            why="it loads them from NumPy files, which lack that type, and an adapter must have the engine's type",
             remedy="use --dtype fp16, or --runtime trtllm_pytorch or vllm",
         )
 
 
 def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
-    """Write both files into `out` and return their bytes. Raises InputDataError for numbers that float16 lacks."""
+    """Write both files into `out`; return the bytes of weights. Raises InputDataError for numbers beyond float16."""
     import numpy as np
 
     rows: list[np.ndarray[Any, Any]] = []
@@ -64,7 +64,7 @@ def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
             row = np.concatenate([a.ravel(), b.ravel()]).astype(np.float16)
         if not np.isfinite(row).all():
             raise InputDataError(
-                f"{adapter.folder}: a matrix of {role} in layer {layer} holds numbers that float16 does not have"
+                f"{adapter.folder}: a matrix of {role} in layer {layer} has numbers beyond the range of float16"
             )
         rows.append(row)
         facts.append((_ROLES[role], layer, adapter.rank))
@@ -77,7 +77,7 @@ def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
 
 
 def check_finite(adapter: Adapter) -> None:
-    """Raises InputDataError for an adapter with a number that is none: it would spoil what is computed beside it."""
+    """Raises InputDataError for an adapter with an infinity or a NaN: it would spoil other requests of its batch."""
     import numpy as np
 
     for name, pair in adapter.linears.items():

@@ -11,7 +11,7 @@ GuideKind = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_
 
 @dataclass(frozen=True)
 class Guide:
-    """Form that an answer must have.
+    """Constraint on an answer, which guided decoding enforces.
 
     kind  json for any JSON, whose text is empty; else what `text` is
     text  JSON schema, regular expression, grammar in XGrammar's EBNF, or XGrammar's structural tag as JSON

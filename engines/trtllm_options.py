@@ -16,7 +16,8 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.families import families
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 
-SETTINGS = tuple(one.name for one in fields(BuildConfig))
+# Its modes of speculation have no model of their own.
+SETTINGS = tuple(one.name for one in fields(BuildConfig) if one.name != "speculative_model")
 # Boolean flags without a value; all other boolean flags take enable or disable.
 BARE = (
     "gather_context_logits", "gather_generation_logits", "strip_plan", "weight_streaming", "weight_sparsity",

@@ -64,9 +64,10 @@ class Reporter(Protocol):
 def execute(
     spec: BuildSpec, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
-    trust: Trust | None = None,
+    trust: Trust | None = None, folder: Path | None = None,
 ) -> list[StageResult]:  # fmt: skip
-    """Run the spec's stages up to and including `until`, or reuse them. Updates the run folder after each.
+    """Run the spec's stages up to and including `until`, or reuse them. Updates the run folder, ./runs/TARGET or
+    `folder`, after each.
 
     `perform` runs stages elsewhere. `given` holds artefacts from elsewhere, by what their stages make; these stages do
     not run. Other artefacts from elsewhere are reused where `trust` admits them. Raises TrtpipeError; what was finished
@@ -74,7 +75,7 @@ def execute(
     """
     made = dict(given or {})
     stages = _still_needed(spec, stages_until(stages_of(spec), until), made)
-    run = RunFolder.of(spec.target)
+    run = RunFolder.of(spec.target) if folder is None else RunFolder(folder)
     names = [stage.name for stage in stages]
     # What disk space is needed for: stages whose artefacts are not there.
     later = [stage for stage in stages if run.find(stage.name, store) is None]

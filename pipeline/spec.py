@@ -17,10 +17,12 @@ from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.adapters import check_name
 from trtpipe.engines.backends.base import Target, checkpoint_form, settings_of
 from trtpipe.engines.base import CalibrationConfig, Mapping
+from trtpipe.engines.build_config import LORA as LORA_SETTINGS
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.adapter import Adapter, located_pairs, read_adapter, require_rank
+from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
@@ -146,6 +148,12 @@ class BuildSpec:
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
 
+    def judge_draft(self, model: ModelConfig) -> None:
+        """Raises InputDataError for a draft model that is none for `model`. It reads the config of its folder."""
+        mode, folder = self.build.speculative_decoding_mode, self.build.speculative_model
+        if mode is not None and folder is not None:
+            check_draft(Path(folder), mode, model)
+
     def judge_adapters(self, model: ModelConfig) -> None:
         """Raises InputDataError for an adapter of another model. It reads the heads of the adapters' files."""
         for _, folder in self.adapters:
@@ -188,15 +196,8 @@ def set_layer(words: list[str]) -> Layer:
 
 def assignments(words: list[str]) -> dict[str, Any]:
     """The values of `--set` options by dotted name, each given once. Raises UsageError."""
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--set {word} is not NAME=VALUE", remedy="write for example build.max_batch_size=16")
-        if name in values:
-            raise UsageError(f"--set {name} is given more than once", remedy="give it once")
-        values[name] = read.parse_yaml_value(text, f"--set {name}")
-    return values
+    texts = read.named_values(words, "--set ", example="build.max_batch_size=16")
+    return {name: read.parse_yaml_value(text, f"--set {name}") for name, text in texts.items()}
 
 
 def dotted_layer(values: dict[str, Any]) -> Layer:
@@ -276,13 +277,24 @@ def resolve(
         if backend.ARRAYS:
             require_type(precision.dtype)
         build_config = _for_adapters(build_config, adapters, fixed="build.max_lora_rank" in chosen)
+    if build_config.speculative_model is not None and not recorded:
+        folder = Path(build_config.speculative_model).expanduser().absolute()
+        build_config = dataclasses.replace(build_config, speculative_model=str(folder))
     build_config, reasons = backend.resolve(build_config, target)
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
     )
-    window = "serving.max_attention_window_size"
-    if serving.max_attention_window_size is not None and window in backend.FIXED:
-        raise UsageError(f"{window} is not for the {runtime} runtime", why=backend.FIXED[window][1])
+    for name in ("max_attention_window_size", "kv_cache_host_memory_bytes"):
+        if getattr(serving, name) and (full := f"serving.{name}") in backend.FIXED:
+            raise UsageError(
+                f"{full} is not for the {runtime} runtime", why=backend.FIXED[full][1], remedy="leave it out"
+            )
+    if gpu.is_cpu and serving.kv_cache_host_memory_bytes:
+        raise UsageError(
+            "serving.kv_cache_host_memory_bytes is for a GPU",
+            why="on a CPU the whole KV cache is in the host's memory",
+            remedy="leave it out",
+        )
 
     def origin(name: str, otherwise: str = "default") -> str:
         return chosen[name][1] if name in chosen else otherwise
@@ -309,7 +321,7 @@ def resolve(
         groups.insert(0, ("calibration", calibration_config))
     made = {f"build.{name}": reason for name, reason in reasons.items()}
     if adapters:
-        made |= dict.fromkeys((f"build.{name}" for name in settings_of(build_config, ())), "for the adapters")
+        made |= dict.fromkeys((f"build.{name}" for name in LORA_SETTINGS), "for the adapters")
     made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
     for group, settings in groups:
         for field in dataclasses.fields(settings):
@@ -338,6 +350,7 @@ def resolve(
     if shape is not None:
         spec.judge(shape)
         spec.judge_adapters(shape)
+        spec.judge_draft(shape)
     return spec
 
 
@@ -471,7 +484,10 @@ def _tasks(chosen: dict[str, tuple[Any, str]], *, quantized: bool) -> tuple[str,
     if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
         raise _error(label)(f"{label}: tasks is {value!r}, not a file or a list of files")
     if files and not quantized:
-        raise _error(label)("tasks are for a quantized model", why="they are scored where its accuracy is checked")
+        raise _error(label)(
+            "tasks are for a quantized model", why="they are scored where its accuracy is checked",
+            remedy="choose a quantized --dtype, or leave them out",
+        )  # fmt: skip
     return tuple(files)
 
 

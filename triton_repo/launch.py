@@ -26,7 +26,7 @@ class ServerOptions:
     exit_timeout      seconds that in-flight requests have when the server ends
     histograms        whether it is to publish the time to the first response, which Triton 24.10 and older cannot
     root              whether the server runs as root, which mpirun must be told
-    traces_url        where spans of requests are sent; None sends none
+    traces_url        URL that spans of requests are sent to; None for no traces
     """
 
     program: str = "tritonserver"
@@ -74,7 +74,7 @@ def mpi_command(ranks: Sequence[Sequence[str]], *, kill_seconds: int, options: S
 
 
 def trace_arguments(url: str) -> list[str]:
-    """Have Triton send its own spans of the requests that come with a trace's context, and of no others."""
+    """Arguments of tritonserver that send its spans to `url`, only for requests that carry a trace context."""
     of_mode = (f"url={url}", "resource=service.name=triton")
     settings = ("mode=opentelemetry", "level=TIMESTAMPS", "rate=0", *(f"opentelemetry,{one}" for one in of_mode))
     return [f"--trace-config={setting}" for setting in settings]

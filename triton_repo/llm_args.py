@@ -28,6 +28,7 @@ ELSEWHERE = {
     "kv_cache_config.tokens_per_block": "build.tokens_per_block",
     "kv_cache_config.free_gpu_memory_fraction": "serving.kv_cache_free_gpu_mem_fraction",
     "kv_cache_config.enable_block_reuse": "serving.enable_kv_cache_reuse",
+    "kv_cache_config.host_cache_size": "serving.kv_cache_host_memory_bytes",
     "kv_cache_config.max_tokens": "serving.max_tokens_in_paged_kv_cache",
     "kv_cache_config.max_attention_window": "serving.max_attention_window_size",
     "enable_chunked_prefill": "serving.enable_chunked_context",

@@ -18,6 +18,7 @@ from trtpipe.engines.backends.trtllm_pytorch import FILE
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
+from trtpipe.engines.hf.draft import place_draft
 from trtpipe.triton_repo.llm_args import merged
 from trtpipe.triton_repo.serving import ServingConfig
 from trtpipe.triton_repo.tensors import ANY, Tensor
@@ -69,6 +70,7 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
     for source in sorted(engine.path.iterdir()):
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
+    place_draft(engine.path, version)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
     settings = _settings(read_yaml(engine.path / FILE), serving)
     # The same for `trtllm-serve --config`, which is told of the model apart.
@@ -92,9 +94,15 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
         cache["max_tokens"] = serving.max_tokens_in_paged_kv_cache
     if serving.max_attention_window_size is not None:
         cache["max_attention_window"] = [serving.max_attention_window_size]
+    if serving.kv_cache_host_memory_bytes:
+        cache["host_cache_size"] = serving.kv_cache_host_memory_bytes
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
+    model = f"{prefix}{MODEL}/1"
+    drafts = engine.get("speculative_config")
+    if isinstance(drafts, dict) and "speculative_model_dir" in drafts:
+        drafts["speculative_model_dir"] = f"{model}/{drafts['speculative_model_dir']}"
     settings = {
-        "model": f"{prefix}{MODEL}/1",
+        "model": model,
         **engine,
         "kv_cache_config": cache,
         "enable_chunked_prefill": serving.enable_chunked_context is not False,

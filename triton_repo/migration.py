@@ -118,6 +118,10 @@ def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row 
         return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why=f"{one.note}; here trtpipe's")
     group, _, field = name.partition(".")
     ours = getattr({"build": BuildConfig, "serving": ServingConfig}[group](), field)
+    if name == "serving.kv_cache_host_memory_bytes":
+        value = value or None
+        if value is None:
+            return dataclasses.replace(base, verdict=Verdict.UNUSED, why="it is the default") if one.stated else None
     if not one.stated and value == ours:
         return None
     why = "; ".join(part for part in (one.note, "" if one.stated else "the value is its reader's default") if part)

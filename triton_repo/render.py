@@ -21,6 +21,7 @@ from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
+from trtpipe.engines.hf.draft import place_draft
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
 from trtpipe.engines.lora_arrays import ARRAY_WEIGHTS
 from trtpipe.engines.passport import Passport, read_passport
@@ -73,6 +74,7 @@ def render(
     for source in sorted(engine.path.iterdir()):
         if source.is_file():
             place(source, out / ENGINE_FOLDER / source.name)
+    place_draft(engine.path, out / ENGINE_FOLDER)
     (out / TOKENIZER_FOLDER).mkdir()
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
@@ -248,7 +250,9 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "guided_decoding_backend": "xgrammar",
         "xgrammar_tokenizer_info_path": prefix + TOKENIZER_INFO,
     }
-    for name in ("max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length"):
+    for name in (
+        "max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length", "kv_cache_host_memory_bytes",
+    ):  # fmt: skip
         value = getattr(serving, name)
         if value is not None:
             out[name] = str(value)

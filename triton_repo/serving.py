@@ -25,6 +25,8 @@ class ServingConfig:
     batch_scheduler_policy         guaranteed_no_evict, or max_utilization (admit more, pause and recompute)
     kv_cache_free_gpu_mem_fraction share of the GPU memory left after loading that becomes KV cache
     max_tokens_in_paged_kv_cache   upper bound of the KV cache in tokens; None for no bound
+    kv_cache_host_memory_bytes     bytes of the host's memory for KV blocks beyond the GPU's, so that a prompt
+                                   start is found again instead of computed; None or 0 for none
     enable_kv_cache_reuse          share the KV blocks of equal prompt starts; None enables it if the engine can
     enable_chunked_context         split long prompts into chunks that share steps with decoding requests; None enables
                                    it if the engine can
@@ -63,6 +65,7 @@ class ServingConfig:
     batch_scheduler_policy: str = "guaranteed_no_evict"
     kv_cache_free_gpu_mem_fraction: float = 0.9
     max_tokens_in_paged_kv_cache: int | None = None
+    kv_cache_host_memory_bytes: int | None = None
     enable_kv_cache_reuse: bool | None = None
     enable_chunked_context: bool | None = None
     multi_block_mode: bool = True
@@ -106,6 +109,7 @@ class ServingConfig:
         at_least = {
             "triton_max_batch_size": 1,
             "max_tokens_in_paged_kv_cache": 1,
+            "kv_cache_host_memory_bytes": 0,
             "max_attention_window_size": 1,
             "sink_token_length": 1,
             "max_queue_delay_microseconds": 0,
@@ -146,6 +150,15 @@ def resolve_serving(
             raise UsageError(f"serving.{name} is not possible here", why=reason, remedy="leave it out")
         if asked is None:
             chosen[name] = possible, reason or "the engine can do it"
+    if (
+        serving.kv_cache_host_memory_bytes
+        and not chosen.get("enable_kv_cache_reuse", (serving.enable_kv_cache_reuse,))[0]
+    ):
+        raise UsageError(
+            "serving.kv_cache_host_memory_bytes needs serving.enable_kv_cache_reuse",
+            why="the host's memory keeps blocks for reuse alone",
+            remedy="leave one of the two out",
+        )
     backend = load_backend(runtime)
     if backend.SERVED_BY is not ServedBy.ENGINE_PROCESS:
         if serving.engine_instance_count not in (None, 1):

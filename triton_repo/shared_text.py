@@ -1,4 +1,4 @@
-"""The module that the text models of a repository share, loaded for ourselves; and what is made with it."""
+"""Loader of the module that the text models of a repository share, and the tokenizer file that is made with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED = Path(__file__).parent / "templates" / "shared" / "trtpipe_text.py"
 
 @functools.cache
 def shared() -> Any:
-    """The module that every text model of a repository has a copy of; it is payload, and in no package."""
+    """The module of which every text model of a repository gets a copy. It is a template, so no package has it."""
     spec = importlib.util.spec_from_file_location("trtpipe_text", _SHARED)
     assert spec is not None
     assert spec.loader is not None
@@ -23,8 +23,11 @@ def shared() -> Any:
 
 
 def tokenizer_info(folder: Path) -> str:
-    """What the C++ backend's guided decoding reads of the tokenizer in `folder`, as JSON: each token's text in the
-    vocabulary's own writing, by id; the tokenizer.json; the tokens that end an answer."""
+    """The JSON file that the C++ backend's guided decoding reads about the tokenizer in `folder`.
+
+    It has each token's text as the vocabulary writes it, by id, the text of tokenizer.json, and the ids of the tokens
+    that end an answer.
+    """
     tokenizer = shared().load_tokenizer(folder)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)

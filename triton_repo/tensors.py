@@ -122,8 +122,9 @@ ENGINE_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("context_phase_params", "TYPE_UINT8", (ANY,)),
 )
 
-# What the Python-based backend has beside NVIDIA's tensors: log-probabilities of the prompt's tokens but the first, and
-# of the likeliest tokens in their places ([2, tokens - 1]), and the ids of the likeliest.
+# Tensors of the Python-based backend that NVIDIA's backend lacks. prompt_log_probs [2, tokens - 1]: log-probabilities
+# of the prompt's tokens after the first, and of the likeliest tokens in their places; prompt_likeliest: ids of the
+# likeliest.
 OWN_INPUTS: tuple[Tensor, ...] = _scalars("TYPE_BOOL", "return_prompt_log_probs")
 OWN_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("prompt_log_probs", "TYPE_FP32", (ANY, ANY)),

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.plan import plan
     from trtpipe.pipeline.api.prove import prove
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
+    from trtpipe.pipeline.api.tune import tune
     from trtpipe.pipeline.bench.results.report import BenchReport
     from trtpipe.pipeline.migration import Migration
     from trtpipe.pipeline.planner.advice import Advice
     from trtpipe.pipeline.prove.proof import Proof
     from trtpipe.pipeline.spec import BuildSpec
+    from trtpipe.pipeline.tune.study import Study
     from trtpipe.triton_repo.check.faults import Fault
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Proof",
     "Sampling",
     "StageFailed",
+    "Study",
     "TrtpipeError",
     "UsageError",
     "bench",
@@ -64,6 +67,7 @@ __all__ = [
     "prove",
     "serve",
     "settings",
+    "tune",
 ]
 
 _MODULES = {
@@ -77,11 +81,13 @@ _MODULES = {
     "pipeline.api.plan": ("plan",),
     "pipeline.api.prove": ("prove",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
+    "pipeline.api.tune": ("tune",),
     "pipeline.bench.results.report": ("BenchReport",),
     "pipeline.migration": ("Migration",),
     "pipeline.planner.advice": ("Advice",),
     "pipeline.prove.proof": ("Proof",),
     "pipeline.spec": ("BuildSpec",),
+    "pipeline.tune.study": ("Study",),
     "triton_repo.check.faults": ("Fault",),
 }  # fmt: skip
 

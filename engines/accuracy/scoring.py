@@ -14,7 +14,7 @@ from trtpipe.engines.process import Progress, run_worker
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Token ids whose likelihood after `context` is asked for; both hold at least one."""
+    """Request for the likelihood of the token ids `tokens` after the token ids `context`; neither may be empty."""
 
     context: list[int]
     tokens: list[int]
@@ -22,7 +22,10 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A greedy answer to the token ids `prompt`: up to `max_tokens`, an end token, or one of the texts in `until`."""
+    """Request for a greedy answer to the token ids `prompt`.
+
+    The answer ends after `max_tokens` tokens, at an end token, or before a text of `until`.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -31,7 +34,11 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Replies in the order of the requests: a sum of log-probabilities in nats, and a text without its stop text."""
+    """Replies, each list in the order of its requests.
+
+    likelihoods  sum of the log-probabilities of a continuation's tokens, in nats
+    texts        greedy answer, without an end token or a text of `until`
+    """
 
     likelihoods: list[float]
     texts: list[str]
@@ -48,14 +55,14 @@ def answer(
     log: Path,
     progress: Progress = lambda done, total: None,
 ) -> Answers:
-    """Run requests on the model in a folder of any kind that `accuracy.models.open_model` reads.
+    """Run requests on the model in the folder `model`, of any format that `accuracy.models.open_model` reads.
 
     tokenizer  folder of the tokenizer that made the ids
     ends       token ids that end an answer
     progress   called with (requests done, requests in all)
 
-    The whole model is on the device. Raises InputDataError for a folder that is no such model or computes numbers that
-    are not finite, HostError without device or memory.
+    The whole model must fit on the device. Raises InputDataError for a folder that is no model, and for a model with
+    results that are not finite; HostError where the device is missing or its memory does not suffice.
     """
     with tempfile.TemporaryDirectory(prefix=".scoring.", dir=log.parent) as scratch:
         asked, out = Path(scratch, "asked.json"), Path(scratch, "answers.json")

@@ -1,4 +1,4 @@
-"""Worker process of a scoring job: one model, whole on its device, with a paged cache for the batch that runs."""
+"""Worker process of a scoring job: runs batches of requests on one model, which is on the device as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtpipe.engines.reference.devices import find_device, named_memory_errors
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.weights import load_all
 
-# Tokens and requests of one batch; its cache and its activations are in memory together.
+# Most tokens and requests of a batch, since its KV cache and activations are in memory at the same time.
 BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 BATCH_REQUESTS = 64
 TOKENS_PER_BLOCK = 64
@@ -76,7 +76,8 @@ Batch = list[tuple[int, int]]
 
 
 def batches(lengths: Sequence[int], most: int) -> list[Batch]:
-    """(index, length) of all requests in batches of similar lengths, none of more than `most` tokens if it has two."""
+    """(index, length) of all requests, in batches of similar lengths. A batch of several requests has at most `most`
+    tokens."""
     out: list[Batch] = []
     total = 0
     for length, index in sorted((length, index) for index, length in enumerate(lengths)):
@@ -89,6 +90,7 @@ def batches(lengths: Sequence[int], most: int) -> list[Batch]:
 
 
 def blocks(length: int) -> int:
+    """Blocks of the KV cache for `length` tokens."""
     return -(-length // TOKENS_PER_BLOCK)
 
 
@@ -101,7 +103,7 @@ def _places(batch: Batch) -> Iterator[tuple[int, range]]:
 
 
 def score(model: Model, pairs: Sequence[Asked], batch: Batch, out: list[float]) -> None:
-    """Set the log-likelihoods of a batch's continuations."""
+    """Write the log-likelihoods of a batch's continuations, in nats, into `out`."""
     spans = [
         Span([*pairs[index]["context"], *pairs[index]["tokens"]][:-1], 0, place, len(pairs[index]["tokens"]))
         for index, place in _places(batch)
@@ -118,8 +120,8 @@ def generate(
     model: Model, prompts: Sequence[Asked], batch: Batch, out: list[str], decode: Callable[[list[int]], str],
     ends: frozenset[int],
 ) -> None:  # fmt: skip
-    """Set the greedy answers of a batch."""
-    # By the length of their prompts: a span of one token must come before longer ones.
+    """Write the greedy answers of a batch into `out`."""
+    # Sorted by length of prompt, since a span of one token must come before longer spans.
     live = sorted(_places(batch), key=lambda one: len(prompts[one[0]]["prompt"]))
     spans = [Span(prompts[index]["prompt"], 0, place, 1) for index, place in live]
     said: dict[int, list[int]] = {index: [] for index, _ in live}

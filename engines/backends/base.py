@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
-from trtpipe.engines.build_config import LORA, BuildConfig, changed
+from trtpipe.engines.build_config import LORA, SPECULATIVE, BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
@@ -108,6 +108,7 @@ class EngineBackend(Protocol):
     FIXED     settings and request inputs that it does not follow: dotted name -> (what holds instead, the reason).
               None holds where it has nothing of the kind
     MEANS     settings that it takes in another sense: dotted name -> the sense
+    SPECULATES  modes of `build.speculative_decoding_mode` that it has
     ARRAYS    whether it loads adapters from NumPy arrays, as TensorRT-LLM's C++ backend does, not as PEFT saves them
     SAME_ADAPTERS  why a running server keeps the adapters that it has started with; "" where they can change
     """
@@ -128,6 +129,7 @@ class EngineBackend(Protocol):
     NOTICE: str
     FIXED: dict[str, tuple[Any, str]]
     MEANS: dict[str, str]
+    SPECULATES: tuple[str, ...]
     ARRAYS: bool
     SAME_ADAPTERS: str
 
@@ -217,8 +219,9 @@ def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
 
 
 def settings_of(build: BuildConfig, settings: tuple[str, ...]) -> tuple[str, ...]:
-    """A backend's SETTINGS, and those of adapters where the engine takes adapters."""
-    return tuple(dict.fromkeys((*settings, *LORA))) if build.takes_adapters else settings
+    """A backend's SETTINGS, with those of adapters and of speculation where the engine has them."""
+    more = (*(LORA if build.takes_adapters else ()), *(SPECULATIVE if build.speculates else ()))
+    return tuple(dict.fromkeys((*settings, *more)))
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:
@@ -226,3 +229,17 @@ def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, w
     for name in changed(build):
         if name not in settings_of(build, settings):
             raise UsageError(f"build.{name} is not for the {runtime} runtime", why=why, remedy="leave it out")
+
+
+def require_speculation(build: BuildConfig, runtime: str) -> None:
+    """Raises UsageError for a mode of speculation that `runtime` does not have, naming those that it has."""
+    mode = build.speculative_decoding_mode
+    has = load_backend(runtime).SPECULATES
+    if mode is None or mode in has:
+        return
+    others = [name for name in BACKENDS if mode in load_backend(name).SPECULATES]
+    raise UsageError(
+        f"build.speculative_decoding_mode={mode} is not for the {runtime} runtime",
+        why=f"it speculates by {', '.join(has)}",
+        remedy=f"use one of these, or --runtime {' or '.join(others)}",
+    )

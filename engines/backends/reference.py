@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
+from trtpipe.engines.backends.base import (
+    NativeServer,
+    ServedBy,
+    Target,
+    Workshop,
+    refuse_others,
+    require_form,
+    require_speculation,
+)
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import read_config
@@ -19,6 +27,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, NGRAM
 from trtpipe.engines.toolchain import Toolchain
 
 FORM = "trtllm"
@@ -34,9 +43,12 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""
 FIXED: dict[str, tuple[Any, str]] = {
+    "serving.kv_cache_host_memory_bytes": (None, "its KV cache is in the memory of one device"),
     "serving.max_attention_window_size": (None, "each layer has the window of the model's config.json"),
 }
 MEANS: dict[str, str] = {}
+# EAGLE-3 heads read the hidden states of layers, which the model does not give.
+SPECULATES = (NGRAM, DRAFT_MODEL)
 ARRAYS = False
 SAME_ADAPTERS = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
@@ -55,6 +67,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
+    require_speculation(build, "reference")
     refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
     require_form("reference", target)
     # The reference runtime always reads a paged cache; this build setting says so.
@@ -85,6 +98,7 @@ def build(
                 "max_num_tokens": build.max_num_tokens,
                 "max_beam_width": build.max_beam_width,
                 "kv_cache_type": "paged",
+                **_speculation(build),
                 "plugin_config": {
                     "paged_kv_cache": True,
                     "remove_input_padding": True,
@@ -96,6 +110,16 @@ def build(
         },
     )
     return Engine(path=out), {}
+
+
+def _speculation(build: BuildConfig) -> dict[str, Any]:
+    if not build.speculates:
+        return {}
+    return {
+        "speculative_decoding_mode": build.speculative_decoding_mode,
+        "max_draft_len": build.max_draft_len,
+        "speculative_model": DRAFT if build.speculative_model else None,
+    }
 
 
 def native_server(

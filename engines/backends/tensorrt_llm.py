@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines import trtllm_options
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, require_form
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, require_form, require_speculation
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import QuantAlgo
@@ -29,6 +29,7 @@ ONE_NODE = ""
 NOTICE = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
 FIXED: dict[str, tuple[Any, str]] = {}
 MEANS: dict[str, str] = {}
+SPECULATES = ("draft_tokens_external", "lookahead_decoding")
 ARRAYS = True
 SAME_ADAPTERS = "TensorRT-LLM's C++ backend loads a folder of adapters when it starts"
 
@@ -41,6 +42,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("tensorrt_llm")
+    require_speculation(build, "tensorrt_llm")
     require_form("tensorrt_llm", target)
     return trtllm_options.resolve(build, target)
 

@@ -9,13 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
+from trtpipe.engines.backends.base import (
+    NativeServer,
+    ServedBy,
+    Target,
+    Workshop,
+    refuse_others,
+    require_form,
+    require_speculation,
+)
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
-from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, EAGLE3, LONGEST_NGRAM, NGRAM
+from trtpipe.engines.toolchain import Toolchain, version_key
 
 FORM = "hf"
 COMPILED = False
@@ -54,6 +63,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "serving.accumulate_tokens": (False, "each streamed response carries the new text"),
 }
 MEANS: dict[str, str] = {}
+SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 SAME_ADAPTERS = "the model of the LLM API looks for them when it starts"
 # Adapters on the GPU and in its host's memory at once; others are read from the disk when a request names them.
@@ -72,6 +82,13 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("trtllm_pytorch")
+    require_speculation(build, "trtllm_pytorch")
+    if build.speculates and build.max_beam_width > 1:
+        raise UsageError(
+            "the LLM API does not speculate with several beams",
+            why="a draft continues one text",
+            remedy="leave build.max_beam_width out, or build.speculative_decoding_mode",
+        )
     refuse_others(build, SETTINGS, "trtllm_pytorch", "it is a choice of trtllm-build, and nothing is compiled here")
     _require_formats(target)
     require_form("trtllm_pytorch", target)
@@ -126,6 +143,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
             "dtype": cache.value.lower() if cache else "auto",
             "tokens_per_block": build.tokens_per_block,
         },
+        **_speculation(build, target.toolchain),
     }
     return {FILE: hf_engine.settings_text(settings)}
 
@@ -135,6 +153,27 @@ def _adapters(build: BuildConfig) -> dict[str, Any]:
         return {}
     sizes = {"max_lora_rank": build.max_lora_rank, "max_loras": MAX_LORAS, "max_cpu_loras": MAX_CPU_LORAS}
     return {"enable_lora": True, "lora_config": {"lora_target_modules": list(build.lora_target_modules), **sizes}}
+
+
+def _speculation(build: BuildConfig, toolchain: Toolchain) -> dict[str, Any]:
+    """Arguments of LLM; a model is named by its place in the engine's folder.
+
+    Sources: DecodingBaseConfig of llm_args.py of TensorRT-LLM 1.0 to 1.3, which all know `speculative_model_dir`, and
+    docs/source/features/speculative-decoding.md. Only EAGLE-3 works with the overlap scheduler in all of them.
+    """
+    if not build.speculates:
+        return {}
+    # Until 1.1 one type had heads of all kinds.
+    eagle = "Eagle" if version_key(toolchain.name) < (1, 2) else "Eagle3"
+    kind = {NGRAM: "NGram", DRAFT_MODEL: "DraftTarget", EAGLE3: eagle}[str(build.speculative_decoding_mode)]
+    made: dict[str, Any] = {"decoding_type": kind, "max_draft_len": build.max_draft_len}
+    if build.speculative_decoding_mode == NGRAM:
+        # The pool of each request is its own, as its text is.
+        made |= {"max_matching_ngram_size": LONGEST_NGRAM, "is_public_pool": False}
+    else:
+        made["speculative_model_dir"] = DRAFT
+    alone = {} if kind == eagle else {"disable_overlap_scheduler": True}
+    return {"speculative_config": made, **alone}
 
 
 def _expert_sizes(target: Target) -> dict[str, int]:
@@ -160,6 +199,12 @@ def native_server(
     """
     if len(names) > 1:
         raise UsageError("trtllm-serve calls a model by one name", remedy="give --served-model-name once")
+    if (engine / DRAFT).is_dir():
+        raise UsageError(
+            "trtllm-serve does not find the engine's draft model",
+            why="it takes the path in the settings file from its own folder on",
+            remedy="serve it with --front triton",
+        )
     program = "trtllm-serve"
     settings = ("--backend", "pytorch", "--extra_llm_api_options", str(engine / FILE), "--tokenizer", str(tokenizer))
     return NativeServer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trtpipe.engines.backends.base import (
     checkpoint_form,
     refuse_others,
     require_form,
+    require_speculation,
 )
 from trtpipe.engines.base import Checkpoint, DataType, Engine
 from trtpipe.engines.build_config import BuildConfig
@@ -25,6 +27,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, EAGLE3, LONGEST_NGRAM, NGRAM, SHORTEST_NGRAM
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.yaml_input import load_yaml
 
@@ -49,6 +52,7 @@ SEQUENCES_PER_STUB = 64
 ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
+SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 SAME_ADAPTERS = ""
 # Adapters of one step, and those in the host's memory; requests of more adapters take turns.
@@ -105,6 +109,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
+    require_speculation(build, "vllm")
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
     require_form("vllm", target)
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
@@ -124,6 +129,12 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             f"build.max_lora_rank {build.max_lora_rank} is not for the vllm runtime",
             why=f"its kernels take adapters of up to rank {LORA_RANKS[-1]}",
             remedy="train an adapter of a lower rank",
+        )
+    if build.speculates and target.mapping.pp_size > 1:
+        raise UsageError(
+            "vLLM does not speculate with several pipeline stages",
+            why="draft tokens are made by the last stage, and are not sent to the first",
+            remedy="use --tp instead of --pp, or leave build.speculative_decoding_mode out",
         )
     if target.gpu.is_cpu:
         _require_cpu(target)
@@ -172,6 +183,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "quantization": _method(algo) if algo and not target.stored else None,
         "kv-cache-dtype": cache.value.lower() if cache else "auto",
         **_adapters(build),
+        "speculative-config": _speculation(build),
     }
     return {FILE: hf_engine.settings_text(settings)}
 
@@ -181,6 +193,21 @@ def _adapters(build: BuildConfig) -> dict[str, Any]:
         return {}
     rank = next(rank for rank in LORA_RANKS if rank >= build.max_lora_rank)
     return {"enable-lora": True, "max-lora-rank": rank, "max-loras": MAX_LORAS, "max-cpu-loras": MAX_CPU_LORAS}
+
+
+def _speculation(build: BuildConfig) -> dict[str, Any] | None:
+    """vLLM's speculative_config; a model is named by its place in the engine's folder."""
+    if not build.speculates:
+        return None
+    made = {"method": build.speculative_decoding_mode, "num_speculative_tokens": build.max_draft_len}
+    if build.speculative_decoding_mode == NGRAM:
+        return made | {"prompt_lookup_min": SHORTEST_NGRAM, "prompt_lookup_max": LONGEST_NGRAM}
+    return made | {"model": DRAFT}
+
+
+def speculation(engine: Path, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The speculative_config of an engine's settings file, with the path of its model."""
+    return given if not given or "model" not in given else given | {"model": str(engine / given["model"])}
 
 
 def _method(algo: QuantAlgo) -> str:
@@ -233,14 +260,17 @@ def native_server(
     if on_cpu:
         given = {name.replace("-", "_"): value for name, value in load_yaml(engine / FILE).items()}
         options = {name.replace("_", "-"): value for name, value in cache_size(engine, given, None).items()}
+    found = speculation(engine, load_yaml(engine / FILE).get("speculative-config"))
+    if found is not None and "model" in found:
+        options["speculative-config"] = json.dumps(found)
     options |= {"config": engine / FILE, "tokenizer": tokenizer, "host": host, "port": port}
-    found = AdapterFolder(engine / ADAPTERS).all()
-    adapters = ("--lora-modules", *(f"{name}:{one.name}={one.path}" for name in names for one in found))
+    placed = AdapterFolder(engine / ADAPTERS).all()
+    adapters = ("--lora-modules", *(f"{name}:{one.name}={one.path}" for name in names for one in placed))
     # --config=FILE in one word is not read as a file of arguments.
     words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
     return NativeServer(
         program=program,
-        command=("--model", str(engine), *words, "--served-model-name", *names, *(adapters if found else ())),
+        command=("--model", str(engine), *words, "--served-model-name", *names, *(adapters if placed else ())),
         in_image=False,
         environment=ENVIRONMENT,
     )

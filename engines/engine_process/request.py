@@ -34,7 +34,7 @@ class Request:
     bad_words       token sequences that must not be completed; they may begin in the prompt
     embedding_bias  [vocab_size] float32, added to the logits first
     beam_width      1; the runtime has no beam search
-    guide           form that the output must have; it goes before min_tokens, bad_words and embedding_bias
+    guide           constraint on the output, with precedence over min_tokens, bad_words and embedding_bias
     adapter         number of the LoRA adapter, of `engines.adapters`; 0 for none
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trtpipe.engines.adapters import AdapterFolder
-from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
+from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size, speculation
 from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.sampling import Guide
 from trtpipe.engines.yaml_input import load_yaml
@@ -31,6 +31,7 @@ class Runtime:
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    kv_cache_host_memory_bytes     bytes of the host's memory for blocks that the GPU has no room for
     guided_decoding                paths of what it needs, by name: the folder `tokenizer_dir`. None: requests have no
                                    guides
     kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
@@ -48,6 +49,7 @@ class Runtime:
         enable_chunked_context: bool = True,
         kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
+        kv_cache_host_memory_bytes: int = 0,
         guided_decoding: dict[str, str] | None = None,
         adapters: str | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class Runtime:
         self._max_seq_len = int(arguments["max_model_len"])
         self._block = int(arguments["block_size"])
         self._max_batch = int(arguments["max_num_seqs"])
+        speculates = speculation(engine, arguments.pop("speculative_config", None))
         if device == "cpu" or kv_cache_tokens is not None:
             arguments |= cache_size(engine, arguments, kv_cache_tokens)
         self._engine = LLMEngine.from_engine_args(
@@ -70,7 +73,11 @@ class Runtime:
                 tokenizer=None if guided_decoding is None else guided_decoding["tokenizer_dir"],
                 enable_prefix_caching=enable_kv_cache_reuse,
                 gpu_memory_utilization=kv_cache_free_gpu_mem_fraction,
-                disable_log_stats=True,
+                # Only statistics tell of drafts.
+                disable_log_stats=speculates is None,
+                speculative_config=speculates,
+                # In GiB, by vLLM's own OffloadingConnector.
+                kv_offloading_size=kv_cache_host_memory_bytes / 2**30 or None,
                 **arguments,
             )
         )
@@ -83,7 +90,8 @@ class Runtime:
         self._vocabulary = self._engine.model_config.get_vocab_size()
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks or 0
         self._blocks = int(blocks)
-        self._steps = 0
+        self._steps = self._decode_steps = 0
+        self._speculates = speculates is not None
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +129,7 @@ class Runtime:
             running = self._running.get(reply.request_id)
             if running is None:
                 continue  # cancelled while the step ran
+            self._decode_steps += not running.waiting and bool(reply.outputs[0].token_ids)
             output = running.take(reply)
             if reply.prompt_logprobs:
                 output.prompt_log_probs, output.prompt_likeliest = running.prompt(reply.prompt_logprobs)
@@ -152,6 +161,15 @@ class Runtime:
             "kv_used_blocks": used,
             "kv_reused_blocks": 0,
             "tokens_per_block": self._block,
+            **(self._speculation() if self._speculates else {}),
+        }
+
+    def _speculation(self) -> dict[str, int]:
+        found = {metric.name: getattr(metric, "value", 0) for metric in self._engine.get_metrics()}
+        return {
+            "decode_steps": self._decode_steps,
+            "draft_tokens": int(found.get("vllm:spec_decode_num_draft_tokens", 0)),
+            "accepted_draft_tokens": int(found.get("vllm:spec_decode_num_accepted_tokens", 0)),
         }
 
     def _ends(self, request: Request) -> list[int]:

@@ -15,7 +15,7 @@ from trtpipe.engines.families.base import Family
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Geometry, ModelConfig
 
-# `hidden_act` of a checkpoint whose gate and up are one matrix; with another, TensorRT-LLM's has half as many rows.
+# `hidden_act` of a checkpoint whose gate and up are one matrix. With another, TensorRT-LLM expects half as many rows.
 SWIGLU = "swiglu"
 
 
@@ -183,7 +183,7 @@ class Llama(Family):
             yield from plan_experts(model.experts, hidden, names, mapping, tp_rank, ours, theirs)
             return
         if names.gate_up:
-            # One matrix of a rank's rows of up, and then those of gate, the activated one.
+            # One matrix: a rank's rows of up, then its rows of gate, to which the activation is applied.
             gate, up = weight(names.gate_up, ffn_rows), weight(names.gate_up, _moved(ffn_rows, ffn))
             yield TensorPlan(ours + "mlp.fc.weight", (2 * ffn // tp, hidden), (*up, *gate))
             yield TensorPlan(ours + "mlp.proj.weight", (hidden, ffn // tp), weight(names.down, (0, hidden), ffn_rows))

@@ -1,6 +1,6 @@
-"""Phi-3 and Phi-4: a Mistral whose q, k and v are one linear, and gate and up are another.
+"""Phi-3 and Phi-4: a Mistral with one linear for q, k and v, and one for gate and up.
 
-TensorRT-LLM's class is Phi3ForCausalLM, whose MLP has one matrix for gate and up too.
+Their class in TensorRT-LLM is Phi3ForCausalLM, whose MLP has one matrix for gate and up too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Mo
 class Phi3(Mistral):
     architectures: ClassVar[Mapping[str, str]] = {"Phi3ForCausalLM": "phi3"}
     names = SourceNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
-    # Its class has the embedding and the head on every rank, and passes nothing on between ranks.
+    # Its class in TensorRT-LLM has embedding and head on every rank, and passes no activations between stages.
     stages = False
 
     def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
@@ -44,7 +44,7 @@ class Phi3(Mistral):
         return out
 
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
-        # transformers' default of the padding token is beyond a small vocabulary.
+        # transformers' default padding token is out of range for a small vocabulary.
         return super().hf_config(config) | {"pad_token_id": None}
 
 

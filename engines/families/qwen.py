@@ -116,7 +116,7 @@ class Qwen(Llama):
 
 
 def _windows(fields: ConfigFields, model: ModelConfig) -> tuple[int, ...]:
-    """`attention_windows` of the model, some of whose layers may attend to all tokens."""
+    """`attention_windows` of the model. Layers without a window get the longest sequence."""
     layers, longest = model.num_hidden_layers, model.longest_sequence
     if not fields.flag("use_sliding_window") or fields.raw.get("sliding_window") is None:
         return ()

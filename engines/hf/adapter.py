@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: read, checked against the model that they adapt, and laid out for a server.
+"""Reader of LoRA adapters as PEFT saves them, their check against a model, and writer of a server's adapter folder.
 
 A linear with an adapter computes W x + scale * B (A x), with A [rank, in] and B [out, rank]. Format: a folder with
 adapter_config.json and adapter_model.safetensors, whose tensors are named `base_model.model.` + the linear's name +
@@ -30,8 +30,8 @@ ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])\.weight")
 _STORED = ("F32", "F16", "BF16")
-# Keys that change what an adapter computes, with the values under which it is plain LoRA; other keys tell how it was
-# trained. Source: LoraConfig of PEFT 0.21.
+# Keys that change what an adapter computes, and their values for plain LoRA. All other keys concern the training alone.
+# Source: LoraConfig of PEFT 0.21.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "alpha_pattern": (None, {}),
@@ -46,12 +46,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
 }
-# Initialisations that leave the weights of the model as they are; others, such as PiSSA, are relative to changed ones.
+# Initialisations that leave the model's weights as they are. Others, such as PiSSA, change them.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
 class Pair(NamedTuple):
-    """The two matrices of a linear: `a` [rank, in] and `b` [out, rank]."""
+    """The two matrices of an adapted linear: `a` [rank, in] and `b` [out, rank]."""
 
     a: LocatedTensor
     b: LocatedTensor
@@ -61,9 +61,9 @@ class Pair(NamedTuple):
 class Adapter:
     """A LoRA adapter in `folder`.
 
-    base     name of the model that it was trained for, as its config says; "" where that says none
+    base     name of the model that it was trained for, by its config; "" where the config has none
     scale    factor of B A
-    linears  its matrices, by the name of the linear in the model
+    linears  name of a linear in the model -> the matrices
     """
 
     folder: Path
@@ -89,28 +89,32 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read an adapter, without the numbers. Raises InputDataError for a folder that is none, and for an adapter that
-    is more than plain LoRA."""
+    """Read an adapter's config and the heads of its tensors. Raises UsageError for a folder that is not there,
+    InputDataError for one that is no adapter, and for an adapter other than plain LoRA."""
     path = folder / CONFIG
     if not path.is_file():
-        why = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise InputDataError(f"{folder} is not a LoRA adapter", why=why, remedy="give a folder that PEFT has saved")
+        there = folder.is_dir()
+        raise (InputDataError if there else UsageError)(
+            f"{folder} is not a LoRA adapter",
+            why=f"it has no {CONFIG}" if there else "there is no such folder",
+            remedy="give a folder that PEFT has saved",
+        )
     raw = read_json(path, "adapter config")
     if raw.get("peft_type") != "LORA":
         raise InputDataError(
-            f"{path} describes an adapter of the type {raw.get('peft_type')!r}", why="only LoRA is computed here"
+            f"{path} describes an adapter of the type {raw.get('peft_type')!r}", why="only LoRA adapters are computed"
         )
     for name, plain in _PLAIN.items():
         if name in raw and not any(raw[name] == value and type(raw[name]) is type(value) for value in plain):
             raise InputDataError(
                 f"{path}: {name} is {str(raw[name])[:60]}",
                 why="only plain LoRA is computed, two matrices for each linear",
-                remedy="merge the adapter into the model, or train it without",
+                remedy=f"merge the adapter into the model, or train it without {name}",
             )
     if raw.get("init_lora_weights") not in _INITIAL:
         raise InputDataError(
             f"{path}: init_lora_weights is {str(raw['init_lora_weights'])[:60]}",
-            why="such an adapter is for weights that its training has changed",
+            why="the adapter belongs to weights that this initialisation has changed",
             remedy="convert it to plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     rank, alpha, base = raw.get("r"), raw.get("lora_alpha"), raw.get("base_model_name_or_path")
@@ -137,7 +141,7 @@ def _linears(folder: Path, rank: int) -> dict[str, Pair]:
         pickles = sorted(p.name for pattern in PICKLE_PATTERNS for p in folder.glob(pattern))
         if pickles:
             raise InputDataError(
-                f"{folder} holds its adapter in a pickle alone ({pickles[0]})",
+                f"{folder} has its weights only as a pickle ({pickles[0]})",
                 why="a pickle can run code when it is loaded",
                 remedy="save it again with PEFT's save_pretrained, which writes safetensors",
             )
@@ -167,7 +171,7 @@ def _linears(folder: Path, rank: int) -> dict[str, Pair]:
 
 
 def located_pairs(adapter: Adapter, model: Geometry) -> dict[tuple[int, str], Pair]:
-    """The matrices by layer and by role, one of ROLES. Raises InputDataError where they are not of `model`."""
+    """(layer, role of ROLES) -> the matrices. Raises InputDataError for linears or sizes that `model` does not have."""
     names, path = names_of(model), adapter.folder / WEIGHTS
     dense = {getattr(names, role): role for role in ROLES if model.experts is None or role in ROLES[:4]}
     shapes = family_of(model).layer_shapes(model)
@@ -215,16 +219,16 @@ def require_rank(adapter: Adapter, most: int) -> None:
 
 
 def lay_out(adapter: Adapter, name: str, out: Path) -> Path:
-    """Write the adapter as `name` into the existing folder `out`; return its folder, which must not be there yet."""
+    """Write the adapter as `name` into a new folder in `out`, named by the adapter's number; return the new folder."""
     digest = hashlib.sha256(f"{name}\0{adapter.rank}\0{adapter.alpha}\0{adapter.rslora}\0".encode())
     with (adapter.folder / WEIGHTS).open("rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
-    # TensorRT-LLM reads the number as a 32-bit one; 0 is no adapter.
+    # TensorRT-LLM reads the number as 32 bits; 0 means no adapter.
     made = out / str(int.from_bytes(digest.digest()[:4], "big") >> 1 or 1)
     made.mkdir()
     place(adapter.folder / WEIGHTS, made / WEIGHTS)
-    # What PEFT, vLLM and the LLM API read; how it was trained stays behind.
+    # Only the keys that PEFT, vLLM and the LLM API read for inference.
     write_json(
         made / CONFIG,
         {

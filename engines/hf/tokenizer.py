@@ -1,4 +1,4 @@
-"""Tokenizer of a Hugging Face folder."""
+"""Reader of the tokenizer in a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def fold(linears: Smoothed, others: Tensors, source: SourceNames, head_size: int
 
 
 def _last_rows(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """The weight with its last rows, as many as the vector has numbers, multiplied by them."""
+    """The weight [rows, columns] whose last len(vector) rows are multiplied by the numbers of `vector`."""
     rest = len(weight) - len(vector)
     return torch.cat([weight[:rest], weight[rest:] * vector[:, None]])
 

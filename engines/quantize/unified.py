@@ -30,7 +30,7 @@ from trtpipe.engines.quantize.formats import HUGGING_FACE
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
     names = names_of(model)
-    # Beside k and v; a linear that holds both has the names that it would have apart.
+    # Scales of the KV cache are stored beside k and v. A linear that holds both stores them under both names.
     cached = {names.k: (names.k,), names.v: (names.v,), names.qkv: (names.k, names.v)}
     suffixes = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is not None

@@ -48,7 +48,7 @@ class Span(NamedTuple):
     adapter: int = 0
 
 
-# Window of some layers -> their mask of a step, or None.
+# Window in tokens -> mask of the layers with that window, or None without a mask.
 Masks = dict[int, torch.Tensor | None]
 
 
@@ -180,7 +180,7 @@ class Attention:
 
     def _has_paged_attention(self) -> bool:
         """Whether a kernel reads the cache in place for decoding tokens; otherwise the cache is gathered first."""
-        # The kernel knows no windows.
+        # The kernel does not support windows.
         if self._device.type != "cuda" or not can_compile() or self._windows != [self._longest]:
             return False
         cache = self._config.quantization.kv_cache_quant_algo
@@ -189,11 +189,11 @@ class Attention:
         return cache is not KvCacheQuantAlgo.FP8 or torch.cuda.get_device_capability(self._device) >= (8, 9)
 
     def _window(self, window: int | None) -> int:
-        """Most tokens that a token attends to: `window`, or as many as there can be."""
+        """Most tokens that a token attends to: `window`, at most the longest sequence; None means all."""
         return self._longest if window is None else min(window, self._longest)
 
     def _decode_masks(self, positions: torch.Tensor, length: int, *, padded: bool) -> Masks:
-        """Masks of tokens at `positions` [n]; `padded` where `length` is more than one of them sees."""
+        """Masks of single tokens at `positions` [n] over `length` cached tokens; `padded`: some of them see fewer."""
         if self._paged:
             return {}
         return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -87,7 +88,9 @@ def _answer(compiler: xgrammar.GrammarCompiler, job: socket.socket, seconds: int
     except MemoryError:
         os._exit(1)
     except Exception as error:  # XGrammar raises RuntimeError, TypeError, and errors of its own
-        return REFUSED + (str(error) or type(error).__name__).encode(errors="replace")
+        # Before the reason XGrammar names the time and a line of its own source.
+        reason = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error))
+        return REFUSED + (reason or type(error).__name__).encode(errors="replace")
     if len(text) > COMPILED_BYTES:
         return REFUSED + f"it has {len(text) >> 20} MB when compiled, at most {COMPILED_BYTES >> 20} are taken".encode()
     return COMPILED + text

@@ -1,4 +1,4 @@
-"""Grammars of guided decoding: compiled in another process, kept for later requests, and followed token by token."""
+"""Grammars of guided decoding: compiled by another process, cached, and advanced token by token for each request."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trtpipe.engines.sampling import Guide
 if TYPE_CHECKING:
     import xgrammar
 
-# Length of a guide's text.
+# Most bytes of a guide's text.
 TEXT_BYTES = 64 << 10
-# Size of all compiled grammars that are kept, and what each counts at least.
+# Most bytes of all cached grammars, and the least that each counts as.
 KEPT_BYTES, LEAST_BYTES = 256 << 20, 64 << 10
-# Grammars that are compiled at a time (more wait), and the processor seconds of each.
+# Most grammars that are compiled at a time (others wait), and most processor seconds of each.
 TOGETHER, SECONDS = 4, 10
-# Processor seconds of a request's grammar: in one step, and in all, for which each token adds some. A few characters
-# can make a grammar that takes more for each further token, without bound.
+# Most processor seconds that following a request's grammar may take: in one step, and in all, to which each token adds
+# TOKEN_SECONDS. A grammar of a few characters can take longer for each further token, without bound.
 STEP_SECONDS, ALL_SECONDS, TOKEN_SECONDS = 0.1, 1.0, 0.001
 
 
@@ -41,10 +41,10 @@ TOO_SLOW = "guided_decoding_guide: its grammar takes too long to follow; make it
 
 
 def guide_refusal(guide: Guide) -> str:
-    """Why no engine takes the guide; "" for one that is to be compiled."""
+    """Why the guide is refused before it is compiled; "" where it is not."""
     if guide.kind not in _NAMES:
         known = ", ".join(_NAMES)
-        return f"guided_decoding_guide: no type of a guide is called '{guide.kind[:40]}', but {known}"
+        return f"guided_decoding_guide: no type of a guide is called '{guide.kind[:40]}'; known are {known}"
     size = len(guide.text.encode(errors="replace"))
     if size > TEXT_BYTES:
         return f"guided_decoding_guide: it has {size} bytes, at most {TEXT_BYTES} are taken"
@@ -54,7 +54,7 @@ def guide_refusal(guide: Guide) -> str:
 
 
 class Grammars:
-    """Compiles guides for the tokenizer in the file `info`, whose model has logits for `vocab_size` tokens."""
+    """Compiles guides for the tokenizer in the file `info` and a model with `vocab_size` logits."""
 
     def __init__(self, info: Path, vocab_size: int) -> None:
         self._info = info
@@ -66,7 +66,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(TOGETHER, thread_name_prefix="grammar")
 
     def compile(self, guide: Guide) -> Future[xgrammar.CompiledGrammar]:
-        """The compiled grammar, later; RequestRefused with the reason for one that cannot be compiled."""
+        """Compile a guide in the background. The future raises RequestRefused for a guide that cannot be compiled."""
         return self._threads.submit(self._compile, guide)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Grammars:
         return found
 
     def _made(self, guide: Guide) -> tuple[xgrammar.CompiledGrammar | RequestRefused, int]:
-        """A grammar or why it is none, and the size of what is to be kept."""
+        """The compiled grammar, or the refusal of the guide; and the bytes that it counts as in the cache."""
         from trtpipe.engines.reference.grammar_process import COMPILED, MEMORY_BYTES
 
         reply = self._ask(guide)
@@ -105,7 +105,7 @@ class Grammars:
         return RequestRefused(f"guided_decoding_guide: this {_NAMES[guide.kind]} cannot be used: {reason}"), LEAST_BYTES
 
     def _ask(self, guide: Guide) -> bytes:
-        """The reply of a process that compiles; empty when it has been ended."""
+        """The reply of the process that compiles the guide; empty when the kernel has ended it at a limit."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -156,12 +156,12 @@ _NAMES = {
 
 
 class Follower:
-    """Place of one request's output in its grammar."""
+    """Position of one request's output in its grammar."""
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, request: Request) -> None:
         import xgrammar
 
-        # The grammar allows no token at which the answer would end before it is complete.
+        # As stop tokens of the grammar, these are masked until the output is complete.
         ends = [word[0] for word in request.stop_words if len(word) == 1]
         if request.end_id is not None and request.end_id >= 0:
             ends.append(request.end_id)
@@ -173,11 +173,11 @@ class Follower:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the output is complete and no token may follow."""
         return bool(self.matcher.is_terminated())
 
     def accept(self, token: int) -> None:
-        """Go on by a token that the mask allowed. Sets `too_slow`."""
+        """Advance by a token that the mask allowed. Sets `too_slow` when a time limit is passed."""
         started = time.thread_time()
         self.matcher.accept_token(token)
         self.spend(time.thread_time() - started)
@@ -188,7 +188,10 @@ class Follower:
 
 
 def mask(logits: torch.Tensor, followers: Sequence[tuple[int, Follower]]) -> None:
-    """Set logits [rows, vocab_size], float32, to -inf for all tokens that the grammars of these rows do not allow."""
+    """Set logits [rows, vocab_size], float32, to -inf in place for the tokens that the grammar of a row does not allow.
+
+    followers  (row, its follower) of the rows that have a grammar
+    """
     import xgrammar
 
     bitmask = xgrammar.allocate_token_bitmask(len(logits), logits.shape[1])
@@ -197,7 +200,7 @@ def mask(logits: torch.Tensor, followers: Sequence[tuple[int, Follower]]) -> Non
         [follower.matcher for _, follower in followers], bitmask, [row for row, _ in followers]
     )
     if time.perf_counter() - started > STEP_SECONDS:
-        # Rare: once more, to see whose grammar it was.
+        # This is rare. The masks are made again one by one to find the slow grammar.
         for row, follower in followers:
             began = time.thread_time()
             follower.matcher.fill_next_token_bitmask(bitmask, row)

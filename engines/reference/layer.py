@@ -28,7 +28,7 @@ def apply_layer(
     layer   number of the layer, for `adapters`
     """
     first, dtype = shards[0], hidden.dtype
-    # Adapters take the input of a linear as it is before it is encoded.
+    # Adapters multiply the input of a linear before it is encoded.
     plain: list[Encode] = [] if adapters is None else [unchanged]
     encoders: list[Encode] = [shard.qkv.encode for shard in shards]
     hidden, operands = add_norm(hidden, update, first.input_norm, epsilon, encoders + plain)

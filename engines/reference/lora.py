@@ -1,8 +1,9 @@
-"""LoRA adapters in the reference runtime: their matrices by layer and rank, and what they add to a step's products.
+"""LoRA adapters in the reference runtime: loads their matrices, and adds their products to the outputs of a step.
 
-A step may have requests of different adapters. Its rows are grouped by adapter, and adapters with about as many rows
-are computed by one batched product of rows padded to one length, so that padding at most doubles the work. B holds the
-adapter's scale. A rank holds the rows of B, or the columns of A, that belong to its part of the linear.
+A step may have requests of different adapters. Its rows are grouped by adapter. Adapters with a similar number of rows
+are computed by one batched product, whose rows are padded to one length: padding at most doubles the work. B is stored
+multiplied by the adapter's scale. A tensor-parallel rank holds the rows of B, or the columns of A, of its part of the
+linear.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
 # (layer, index of the shard in the layer, role) -> both transposed: A [adapters, in, rank], B [adapters, rank, out].
 Matrices = dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]]
-# Add to each output [T, out], in place, what the adapter of each row makes of the input [T, in], by the outputs' roles.
+# Add(x [T, in], outputs): adds to each output (role, [T, out]), in place, the product of each row of x with the
+# matrices that the row's adapter has for that role.
 Add = Callable[[torch.Tensor, Sequence[tuple[str, torch.Tensor]]], None]
-# Sets of adapters whose stacked matrices are kept: those of steps that follow one another.
+# Sets of adapters whose stacked matrices are kept, since steps that follow one another have mostly the same adapters.
 _KEPT = 4
 
 
@@ -44,7 +46,7 @@ class _Group(NamedTuple):
 
 
 class AdapterChange(NamedTuple):
-    """Message to the process of another rank: an adapter to load from `folder`, or to forget."""
+    """Message to the process of another rank: load an adapter from `folder`, or drop it where that is None."""
 
     number: int
     folder: Path | None
@@ -69,7 +71,7 @@ class Adapters:
         made: Matrices = {}
         for (layer, role), pair in pairs.items():
             a, b = tensors[pair.a.entry.name].float(), tensors[pair.b.entry.name].float() * adapter.scale
-            # A number that is none would survive the product with a padded row's zero.
+            # Infinity and NaN times the zeros of padding are NaN, which would spoil other adapters' rows.
             if not bool(a.isfinite().all() and b.isfinite().all()):
                 raise InputDataError(f"{folder}: a matrix of {role} in layer {layer} holds numbers that are not finite")
             for place, rank in enumerate(self._held):
@@ -79,7 +81,7 @@ class Adapters:
         self._loaded[number] = made
 
     def drop(self, number: int) -> None:
-        """Forget an adapter that no request uses."""
+        """Drop an adapter that no request uses."""
         self._loaded.pop(number, None)
         for kept in [kept for kept in self._stacked if number in kept]:
             del self._stacked[kept]
@@ -88,7 +90,7 @@ class Adapters:
         return matrix.to(self._dtype).contiguous().unsqueeze(0)
 
     def _part(self, role: str, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """A rank's rows of B and columns of A; None for all of them."""
+        """(first, end) of a rank's rows of B, and of its columns of A; None for all of them."""
         config, tp = self._config, self._config.mapping.tp_size
         if role in ("k", "v"):
             return kv_head_rows(config, tp, rank), None
@@ -98,7 +100,7 @@ class Adapters:
         return (None, part) if role in ("o", "down") else (part, None)
 
     def plan(self, used: Sequence[tuple[int, int]]) -> StepAdapters | None:
-        """Plan a step of spans, (adapter, tokens) each; adapter 0 is none. None where no span has an adapter."""
+        """Plan a step whose spans are (adapter number, tokens); 0 means no adapter. None where no span has one."""
         rows: dict[int, list[int]] = {}
         first = 0
         for number, count in used:
@@ -135,7 +137,7 @@ class Adapters:
         return made
 
     def _stack(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Matrices of several adapters, padded with zeros to the highest rank; all zeros for one without."""
+        """Matrices of several adapters, padded with zeros to the highest rank; all zeros for None."""
         there = [pair for pair in pairs if pair is not None]
         rank = max(b.shape[1] for _, b in there)
         a = there[0][0].new_zeros(len(pairs), there[0][0].shape[1], rank)
@@ -148,7 +150,7 @@ class Adapters:
 
 
 class StepAdapters:
-    """The adapters of one step. `q` and `kv` are features of a rank's queries, and of its keys or values."""
+    """The adapters of one step. `q` is the number of features of a rank's queries, `kv` that of its keys or values."""
 
     def __init__(self, groups: Sequence[_Group], matrices: Sequence[Matrices], q: int, kv: int) -> None:
         self._groups, self._all, self._q, self._kv = groups, matrices, q, kv

@@ -1,4 +1,4 @@
-"""Masks of attention, to be added to the scores: 0 where a token attends, -inf elsewhere."""
+"""Attention masks, which are added to the scores: 0 for positions that a token attends to, -inf for others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def prompt_mask(start: int, count: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """[count, start + count]: tokens from position `start` on, of which each attends to the last `window` positions up
-    to its own. None where causal attention over all positions is the same.
+    """Mask [count, start + count] of `count` tokens from position `start` on. Each attends to the last `window`
+    positions up to its own. None where that is plain causal attention.
     """
     length = start + count
     if start == 0 and window >= length:
@@ -19,8 +19,8 @@ def prompt_mask(start: int, count: int, window: int, dtype: torch.dtype, device:
 
 
 def decode_mask(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """[n, 1, 1, length]: single tokens at `positions` [n], of which each attends to the last `window` positions up to
-    its own."""
+    """Mask [n, 1, 1, length] of single tokens at `positions` [n]. Each attends to the last `window` positions up to its
+    own."""
     places, own = torch.arange(length, device=positions.device), positions[:, None]
     hidden = places > own
     if window < length:

@@ -29,7 +29,7 @@ class Mlp(ABC):
         """Second step, with what `encode` made of an input of type `dtype`."""
 
     def adapted(self, operand: Any, x: torch.Tensor, add: Add, dtype: torch.dtype) -> torch.Tensor:
-        """`product` with adapters; `x` is the input of which `operand` was made. Experts have none."""
+        """`product`, with adapters added by `add`; `operand` is `x` encoded. Experts have no adapters."""
         return self.product(operand, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,13 @@ import torch
 
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
-from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.build_config import SPECULATIVE, BuildConfig
 from trtpipe.engines.checkpoint.config import parse_config
-from trtpipe.engines.engine_process.request import FloatArray, IntArray, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.json_input import read_json
-from trtpipe.engines.model_config import CheckpointConfig
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cache import BlockPool
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
@@ -31,7 +32,9 @@ from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
 from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs, prompt_log_probs
 from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
+from trtpipe.engines.reference.speculation import Drafter, DraftModel, PromptLookup
 from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
+from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, NGRAM
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
@@ -55,6 +58,21 @@ class _Flight:
         self.context_logits: FloatArray | None = None
         self.prompt_log_probs: FloatArray | None = None
         self.prompt_likeliest: IntArray | None = None
+
+
+class _Drawn:
+    """Tokens that a sequence gets in one step.
+
+    row    row of the logits after its last token; those after its draft tokens follow
+    draft  draft tokens that were computed after its last token
+    """
+
+    def __init__(self, sequence: Sequence, flight: _Flight, row: int, draft: list[int]) -> None:
+        self.sequence, self.flight, self.row, self.draft = sequence, flight, row, draft
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.finish: Finish | None = None
+        self.accepted = 0
 
 
 class Runtime:
@@ -113,10 +131,11 @@ class Runtime:
             tokens = kv_cache_tokens
             if tokens is None:
                 share = _bytes_for_cache(where, kv_cache_free_gpu_mem_fraction) * (ranks if apart else 1)
-                tokens = _default_tokens(self.config, self.build, dtype, share)
+                tokens = _default_tokens(self.config, self.build, dtype, share, drafts)
             return -(-tokens // block)
 
-        longest = self.build.max_seq_len
+        longest, mode = self.build.max_seq_len, self.build.speculative_decoding_mode
+        drafts = read_model_config(engine_dir / DRAFT) if mode == DRAFT_MODEL else None
         remedy = "lower kv_cache_free_gpu_mem_fraction, build with smaller limits, or free the GPU"
         with named_memory_errors(where, ["the engine is loaded"], remedy):
             self._model: Model | ParallelModel
@@ -135,6 +154,12 @@ class Runtime:
                 self._model = Model(
                     self.config, weights, max_positions=longest, num_blocks=num_blocks(), tokens_per_block=block
                 )
+            self._drafter: Drafter | None = PromptLookup() if mode == NGRAM else None
+            if drafts is not None:
+                self._drafter = DraftModel(
+                    engine_dir / DRAFT, dtype, where, max_positions=longest, num_blocks=self._model.num_blocks,
+                    tokens_per_block=block,
+                )  # fmt: skip
         self._pool = BlockPool(self._model.num_blocks, block, enable_reuse=enable_kv_cache_reuse)
         self._scheduler = Scheduler(
             self._pool,
@@ -142,7 +167,9 @@ class Runtime:
             max_num_tokens=self.build.max_num_tokens,
             policy=policy,
             enable_chunked_context=enable_chunked_context,
+            max_draft_len=self.build.max_draft_len,
         )
+        self._decode_steps = self._draft_tokens = self._accepted = 0
         self._adapters = AdapterFolder(None if adapters is None else Path(adapters))
         self._loaded: set[int] = set()
         self._flights: dict[Hashable, _Flight] = {}
@@ -200,26 +227,29 @@ class Runtime:
         for chunk in self._last_context:
             flight = self._flights[chunk.sequence.request.id]
             flight.scheduled_ns = flight.scheduled_ns or now
-        wanted = [self._logits_wanted(chunk) for chunk in chunks]
-        spans = [
-            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows, c.sequence.request.adapter)
-            for c, rows in zip(chunks, wanted, strict=True)
-        ]
+        drafts: list[list[int]] = [[] for _ in chunks] if self._drafter is None else self._drafter.propose(chunks)
+        wanted = [self._logits_wanted(chunk) + len(draft) for chunk, draft in zip(chunks, drafts, strict=True)]
+        spans: list[Span] = []
+        for (sequence, start, stop, _), draft, rows in zip(chunks, drafts, wanted, strict=True):
+            adapter, blocks = sequence.request.adapter, sequence.blocks
+            spans.append(Span(sequence.tokens[start:stop], start, blocks, rows - len(draft), adapter))
+            # A span for each, so that it is computed like the last token of a request: it reads those before it from
+            # the cache, which may be quantized, and a CUDA graph can replay the step.
+            spans += [Span([token], at, blocks, 1, adapter) for at, token in enumerate(draft, stop)]
         logits = self._model.forward(spans)
-        drawing: list[Sequence] = []
-        rows: list[int] = []
+        drawing: list[_Drawn] = []
         end = 0
-        for chunk, count in zip(chunks, wanted, strict=True):
+        for chunk, draft, count in zip(chunks, drafts, wanted, strict=True):
             end += count
-            if chunk.sequence.request.needs_whole_prompt and count:
+            sequence = chunk.sequence
+            if sequence.request.needs_whole_prompt and count:
                 self._keep_prompt(chunk, logits[end - count : end])
             # Tested before the chunk counts as computed, because the sequence grows when its token is drawn.
             if chunk.draws:
-                drawing.append(chunk.sequence)
-                rows.append(end - 1)
-            self._scheduler.computed(chunk)
+                drawing.append(_Drawn(sequence, self._flights[sequence.request.id], end - 1 - len(draft), draft))
+            self._scheduler.computed(sequence, chunk.stop)
         if drawing:
-            outputs += self._draw(logits if len(rows) == len(logits) else logits[rows], drawing)
+            outputs += self._draw(logits, drawing)
         return outputs
 
     def _take_compiled(self) -> list[Output]:
@@ -240,6 +270,8 @@ class Runtime:
         """End the processes of other ranks and of grammars. The runtime must not be used afterwards."""
         if self._grammars is not None:
             self._grammars.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self._model.close()
 
     def stats(self) -> dict[str, int]:
@@ -252,6 +284,9 @@ class Runtime:
         generation_requests  of these without             kv_reused_blocks     served from the cache so far
         total_context_tokens prompt tokens in that step   tokens_per_block
         waiting_requests     not in flight yet            paused_requests      of these preempted ones
+
+        With speculation also, so far: decode_steps, the steps of each request after its first token, all together;
+        draft_tokens that were computed; accepted_draft_tokens, after each of which a further token was drawn.
         """
         waiting = self._scheduler.waiting
         return {
@@ -269,6 +304,14 @@ class Runtime:
             "kv_used_blocks": self._pool.used,
             "kv_reused_blocks": self._reused_blocks,
             "tokens_per_block": self._pool.tokens_per_block,
+            **(self._speculation() if self._drafter is not None else {}),
+        }
+
+    def _speculation(self) -> dict[str, int]:
+        return {
+            "decode_steps": self._decode_steps,
+            "draft_tokens": self._draft_tokens,
+            "accepted_draft_tokens": self._accepted,
         }
 
     def _load_adapter(self, number: int) -> None:
@@ -357,47 +400,73 @@ class Runtime:
             values, likeliest = prompt_log_probs(logits[: len(following)], following)
             flight.prompt_log_probs[:, place], flight.prompt_likeliest[place] = values, likeliest
 
-    def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
-        """Draw the next token of every sequence; append it, or end the sequence."""
-        flights = [self._flights[sequence.request.id] for sequence in sequences]
-        with torch.inference_mode():
-            tokens = choose(logits, [flight.sampler for flight in flights])
-            scored = [row for row, sequence in enumerate(sequences) if sequence.request.return_log_probs]
-            scores: dict[int, float] = {}
-            if scored:
-                values = log_probs(logits[scored], [tokens[row] for row in scored])
-                scores = dict(zip(scored, values, strict=True))
+    def _draw(self, logits: torch.Tensor, drawing: list[_Drawn]) -> list[Output]:
+        """Draw the next token of every sequence, and another one as long as the token drawn is the draft's. Append
+        them, or end the sequence."""
+        going, place = drawing, 0
+        while going:
+            rows = [one.row + place for one in going]
+            self._draw_one(logits if len(rows) == len(logits) else logits[rows], going)
+            going = [
+                one
+                for one in going
+                if one.finish is None and place < len(one.draft) and one.tokens[place] == one.draft[place]
+            ]
+            for one in going:
+                one.accepted += 1
+            place += 1
         outputs: list[Output] = []
-        for row, (sequence, flight, token) in enumerate(zip(sequences, flights, tokens, strict=True)):
-            if not sequence.generated:
+        for one in drawing:
+            sequence, new = one.sequence, one.tokens
+            if sequence.generated:
+                self._decode_steps += 1
+                self._draft_tokens += len(one.draft)
+                self._accepted += one.accepted
+            else:
                 self._reused_blocks += sequence.reused
-            finish = flight.sampler.accept(token)
-            follower = flight.sampler.follower
-            if follower is not None and follower.too_slow and finish is None:
-                finish = "refused"
-            new = [] if finish in ("end_id", "refused") else [token]
-            if new and row in scores:
-                flight.cum_log_prob += scores[row]
             generation = None
             if sequence.request.return_generation_logits:
-                generation = logits[row : row + len(new)].float().cpu().numpy()
-            log_prob = [scores[row]] if new and row in scores else []
+                generation = logits[one.row : one.row + len(new)].float().cpu().numpy()
             outputs.append(
                 self._output(
                     sequence,
-                    flight,
+                    one.flight,
                     new,
-                    finish=finish,
-                    refusal=TOO_SLOW if finish == "refused" else "",
-                    log_probs=log_prob,
+                    finish=one.finish,
+                    refusal=TOO_SLOW if one.finish == "refused" else "",
+                    log_probs=one.log_probs,
                     generation_logits=generation,
                 )
             )
             sequence.tokens += new
-            if finish is not None:
+            if one.accepted:
+                # All but the last new token were computed as drafts.
+                self._scheduler.computed(sequence, max(sequence.computed, len(sequence.tokens) - 1))
+            if one.finish is not None:
                 self._scheduler.finish(sequence)
                 del self._flights[sequence.request.id]
         return outputs
+
+    def _draw_one(self, logits: torch.Tensor, drawing: list[_Drawn]) -> None:
+        """Draw a token for each of `drawing` from its row of `logits`."""
+        with torch.inference_mode():
+            tokens = choose(logits, [one.flight.sampler for one in drawing])
+            scored = [row for row, one in enumerate(drawing) if one.sequence.request.return_log_probs]
+            scores: dict[int, float] = {}
+            if scored:
+                values = log_probs(logits[scored], [tokens[row] for row in scored])
+                scores = dict(zip(scored, values, strict=True))
+        for row, (one, token) in enumerate(zip(drawing, tokens, strict=True)):
+            one.finish = one.flight.sampler.accept(token)
+            follower = one.flight.sampler.follower
+            if follower is not None and follower.too_slow and one.finish is None:
+                one.finish = "refused"
+            if one.finish in ("end_id", "refused"):
+                continue
+            one.tokens.append(token)
+            if row in scores:
+                one.flight.cum_log_prob += scores[row]
+                one.log_probs.append(scores[row])
 
     def _output(self, sequence: Sequence, flight: _Flight, tokens: list[int], **rest: Any) -> Output:
         context, flight.context_logits = flight.context_logits, None
@@ -459,8 +528,12 @@ def _build_config(raw: dict[str, Any], path: Path) -> BuildConfig:
         if not isinstance(value, int) or isinstance(value, bool):
             raise InputDataError(f"{path}: build_config has no usable {name}", remedy="build the engine again")
         values[name] = value
+    if raw.get("speculative_decoding_mode"):
+        values |= {name: raw.get(name) for name in SPECULATIVE}
     try:
         return BuildConfig(**values)
+    except TypeError as error:
+        raise InputDataError(f"{path}: build_config has an unusable value", why=str(error)) from None
     except UsageError as error:
         raise InputDataError(f"{path}: {error.what}", remedy="build the engine again") from None
 
@@ -478,11 +551,17 @@ def _bytes_for_cache(device: torch.device, fraction: float) -> int:
     return int(torch.cuda.mem_get_info(device)[0] * fraction) if device.type == "cuda" else DEFAULT_KV_CACHE_BYTES
 
 
-def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, affordable: int) -> int:
-    """Default number of tokens in the cache; all ranks together have at most `affordable` bytes."""
+def _default_tokens(
+    config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, affordable: int, drafts: ModelConfig | None
+) -> int:
+    """Default number of tokens in the cache; all ranks together, and the model of drafts, have at most `affordable`
+    bytes."""
     _, kv_heads = rank_heads(config)
     cache = config.quantization.kv_cache_quant_algo
     row = config.head_size * dtype.itemsize if cache is None else cache.row_bytes(config.head_size)
     per_layer = 2 * kv_heads * config.mapping.tp_size * row
-    tokens = affordable // (per_layer * config.num_hidden_layers)
+    per_token = per_layer * config.num_hidden_layers
+    if drafts is not None:
+        per_token += 2 * drafts.num_key_value_heads * drafts.head_size * dtype.itemsize * drafts.num_hidden_layers
+    tokens = affordable // per_token
     return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, tokens))

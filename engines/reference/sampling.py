@@ -26,7 +26,7 @@ _FEW = 64
 # Not infinity, so that a row with all tokens banned still gives a token.
 _BANNED = -3e38
 _WORD = (1 << 64) - 1
-# Rows of logits that are widened at a time.
+# Rows of logits that are converted to float32 at a time.
 _ROWS = 256
 
 
@@ -34,7 +34,7 @@ class Sampler:
     """Sampling state of one request: resolved settings, and counts of its tokens."""
 
     def __init__(self, request: Request, follower: Follower | None = None) -> None:
-        """`follower` is that of the request's guide."""
+        """`follower` tracks the grammar of the request's guide; None without a guide."""
         self.request = request
         self.follower = follower
         params = request.sampling
@@ -66,7 +66,7 @@ class Sampler:
 
     def accept(self, token: int) -> Finish | None:
         """Append a drawn token to the output, except end_id. Return why it ends the request, or None."""
-        # A guide goes before min_tokens: where it allows the end alone, that is the end.
+        # A guide takes precedence over min_tokens: it may allow no token but the end.
         if self.follower is not None:
             self.follower.accept(token)
         long_enough = len(self.generated) >= self.min_tokens or self.follower is not None

@@ -3,7 +3,8 @@
 Requests join and leave between steps. First come, first served: `running` and `waiting` are both in order of
 arrival, and all running requests arrived before all waiting ones, so no request starves; but for a prompt whose start
 another is computing, which waits for that. In a step, requests that decode come first (one token each), then prompts in
-progress, then new prompts while budget and blocks suffice.
+progress, then new prompts while budget and blocks suffice. What is left of the budget is for drafts: tokens that are
+guessed to follow a decoding request's last one, and computed in the same step.
 
 A request's tokens are its prompt and its output; `computed` of them are in the KV cache. Preemption only sets
 `computed` to 0: the tokens stay and are computed again like a longer prompt, and the next token is the same as
@@ -25,7 +26,10 @@ Policy = Literal["guaranteed_no_evict", "max_utilization"]
 class Sequence:
     """State of an unfinished request: its tokens so far, and the blocks of the computed tokens."""
 
-    __slots__ = ("allocated", "blocks", "computed", "digests", "paused", "published", "request", "reused", "tokens")
+    __slots__ = (
+        "__weakref__", "allocated", "blocks", "computed", "digests", "paused", "published", "request", "reused",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -51,11 +55,15 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of a sequence, computed in one step."""
+    """Tokens [start, stop) of a sequence, computed in one step.
+
+    room  number of draft tokens after `stop` that may be computed too; the sequence has blocks for them
+    """
 
     sequence: Sequence
     start: int
     stop: int
+    room: int = 0
 
     @property
     def draws(self) -> bool:
@@ -70,6 +78,7 @@ class Scheduler:
                          outputs of all running requests
     max_utilization      a request starts when enough blocks are free for its present tokens; when no block is free for
                          the next token of a running request, the youngest request is preempted
+    max_draft_len        most draft tokens of a request in a step
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class Scheduler:
         max_num_tokens: int,
         policy: Policy = "guaranteed_no_evict",
         enable_chunked_context: bool = False,
+        max_draft_len: int = 0,
     ) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
@@ -88,6 +98,7 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._no_evict = policy == "guaranteed_no_evict"
         self._chunked = enable_chunked_context
+        self._max_draft_len = max_draft_len
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +112,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """Chunks of the next step, those of one token first. Each chunk must be passed to `computed` afterwards."""
+        """Chunks of the next step, those of one token first. `computed` must be called
+        for each afterwards."""
         chunks: list[Chunk] = []
         for sequence in list(self.running):
             # A sequence that was preempted in this step has at least its prompt and a drawn token to compute.
@@ -113,19 +125,23 @@ class Scheduler:
             if not sequence.paused:
                 self._grow(sequence, wanted)
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
-        budget = self._max_num_tokens - len(chunks)
+        decoding = len(chunks)
+        budget = self._max_num_tokens - decoding
         for sequence in self.running:
             if sequence.remaining > 1 and budget > 0:
                 count = min(sequence.remaining, budget)
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + count))
                 budget -= count
-        self._admit(chunks, budget)
+        budget = self._admit(chunks, budget)
+        for index in range(decoding if self._max_draft_len else 0):
+            chunks[index] = self._with_drafts(chunks[index], budget)
+            budget -= chunks[index].room
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
-        """Note that a chunk is in the KV cache, and publish the blocks it filled."""
-        sequence, pool = chunk.sequence, self.pool
-        sequence.computed = chunk.stop
+    def computed(self, sequence: Sequence, stop: int) -> None:
+        """Note that the tokens up to `stop` are in the KV cache, and publish the blocks that they fill."""
+        pool = self.pool
+        sequence.computed = stop
         if pool.enable_reuse:
             full = sequence.computed // pool.tokens_per_block
             self._make_digests(sequence, full)
@@ -150,7 +166,21 @@ class Scheduler:
                 return sequence
         return None
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _with_drafts(self, chunk: Chunk, budget: int) -> Chunk:
+        """The chunk of a decoding request with room for as many drafts as budget and free blocks suffice for."""
+        sequence, request = chunk.sequence, chunk.sequence.request
+        # The request's last token is never computed, so that drafts need no blocks beyond those of `worst_case`.
+        room = min(self._max_draft_len, budget, request.max_tokens - sequence.generated - 1)
+        if not self._no_evict:
+            held = len(sequence.blocks) + self.pool.free
+            room = min(room, held * self.pool.tokens_per_block - len(sequence.tokens))
+        if room < 1 or not sequence.generated:
+            return chunk
+        self._grow(sequence, self.pool.blocks_for(len(sequence.tokens) + room))
+        return chunk._replace(room=room)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+        """Start waiting requests; what is left of the budget."""
         # Blocks that the running sequences may still allocate.
         promised = 0
         if self._no_evict:
@@ -189,6 +219,7 @@ class Scheduler:
             budget -= count
             coming.update(self._unpublished(sequence))
         self.waiting.extendleft(reversed(held))
+        return budget
 
     def _coming(self) -> set[bytes]:
         """Digests of the blocks that running prompts will publish. A prompt that starts with them waits, as in

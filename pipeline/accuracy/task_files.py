@@ -1,6 +1,6 @@
-"""Files of tasks in the form of lm-eval's, with local data: multiple choice by likelihood, and exact match.
+"""Reader of task files: a subset of lm-eval's YAML format with local data, for multiple choice and exact match.
 
-The keys mean what they mean there, so that one file serves both.
+The keys have lm-eval's meanings, so lm-eval can run the same file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_GEN_TOKS, UNTIL = 256, ["\n\n"]
 
 
 class _Strict:
-    """A key that is not known is an error at every level."""
+    """Base class that refuses unknown keys."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric(_Strict):
-    """A metric of a task; the options are those of exact_match."""
+    """A metric of a task. The `ignore` options are for exact_match."""
 
     metric: str
     aggregation: str = "mean"
@@ -42,7 +42,7 @@ class Metric(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationKwargs(_Strict):
-    """How answers are generated: greedily."""
+    """Options of generation. Only greedy generation is scored, so others are refused."""
 
     until: str | list[str] = field(default_factory=lambda: UNTIL)
     max_gen_toks: int = MAX_GEN_TOKS
@@ -52,7 +52,7 @@ class GenerationKwargs(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(_Strict):
-    """What is taken of an answer's text."""
+    """One step that extracts the answer from the generated text."""
 
     function: str
     regex_pattern: str = r"#### (\-?[0-9\.\,]+)"
@@ -62,7 +62,7 @@ class Filter(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Filters(_Strict):
-    """Filters that an answer goes through in turn."""
+    """Filters that are applied to an answer one after the other."""
 
     name: str = "none"
     filter: tuple[Filter, ...] = ()
@@ -70,10 +70,11 @@ class Filters(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task's file; the names of its keys are lm-eval's.
+    """Content of a task file; the names of the keys are lm-eval's.
 
     dataset_kwargs  data_files: a .jsonl file, or such a file for each split, relative to the task's file
-    metadata        max_drop: how much lower a score of the quantized model may be; not judged without it
+    metadata        max_drop: most that a score of the quantized model may be below the original's, from 0 to 1;
+                    without it scores are not judged
     """
 
     task: str
@@ -107,14 +108,14 @@ class Task:
         return None if given is None else float(given)
 
     def data(self, file: Path) -> Path:
-        """The data of the task in `file`."""
+        """Path of the data file of the task whose task file is `file`."""
         named = self.dataset_kwargs["data_files"]
         split = self.test_split or self.validation_split or ""
         return file.parent / (named if isinstance(named, str) else named[split])
 
 
 def read_task(path: Path) -> Task:
-    """Read a task's file. Raises InputDataError for what is no such file, and for what is not done here."""
+    """Read a task file. Raises InputDataError for another file, and for keys of lm-eval that are not supported here."""
     task = read.build(Task, read.read_yaml(path), str(path))
 
     def refuse(what: str, remedy: str) -> InputDataError:
@@ -144,7 +145,7 @@ def read_task(path: Path) -> Task:
     ):
         raise refuse("answers are generated greedily, of 1 token or more", "leave out do_sample and temperature")
     if len(task.filter_list) > 1 or any(one.function not in FILTERS for one in task.filters):
-        raise refuse("filter_list is not one list of known filters", f"known: {', '.join(FILTERS)}")
+        raise refuse("filter_list has several lists or an unknown filter", f"known: {', '.join(FILTERS)}")
     try:
         for pattern in (
             *(one.regex_pattern for one in task.filters),
@@ -153,14 +154,14 @@ def read_task(path: Path) -> Task:
             re.compile(pattern)
         drop = task.max_drop
     except (re.error, TypeError, ValueError) as error:
-        raise refuse(f"a pattern or max_drop is not one: {error}", "correct it") from None
+        raise refuse(f"a regular expression or max_drop is invalid: {error}", "correct it") from None
     if drop is not None and not 0 <= drop <= 1:
         raise refuse(f"max_drop is {drop:g}", "give a share of the documents, from 0 to 1")
     return task
 
 
 def documents(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(place, document) of each line of a .jsonl file. Raises InputDataError."""
+    """(path and line number, document) of each line of a .jsonl file. Raises InputDataError."""
     out = []
     try:
         for number, line in bounded_lines(path):
@@ -172,7 +173,7 @@ def documents(path: Path) -> list[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     except ValueError as error:
-        raise InputDataError(f"{path} is not JSON, an object on each line", why=str(error)) from None
+        raise InputDataError(f"{path} does not have a JSON object on each line", why=str(error)) from None
     if not out:
         raise InputDataError(f"{path} holds no document")
     return out

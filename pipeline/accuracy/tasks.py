@@ -1,8 +1,7 @@
-"""Scores of tasks: multiple choice by likelihood, and exact match of greedy answers, of an original and its quantized
-model.
+"""Task scores of a model and its quantized version: multiple choice by likelihood, exact match of greedy answers.
 
-lm-eval itself is not used: it has no reader of TensorRT-LLM checkpoints or of most quantized folders, and would bring
-a dozen packages for two ways of asking.
+lm-eval itself is not used: it does not read TensorRT-LLM checkpoints or most quantized folders, and needs a dozen more
+packages.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from trtpipe.pipeline.accuracy.task_files import Filter, Metric, Task, documents
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """Mean of a metric over a task's documents, and its standard error, of both models; `original` where there is one.
+    """Mean of a metric over a task's documents, from 0 to 1, and its standard error, for both models.
 
-    max_drop  how much lower the quantized model's may be; None where it is not judged
+    original  None where only the quantized model exists
+    max_drop  most that `quantized` may be below `original`; None where the score is not judged
     """
 
     task: str
@@ -53,11 +53,11 @@ def score_tasks(
     files: Sequence[Path], original: Path, quantized: Path | None, *, device: str = "auto", log: Path,
     progress: Progress = lambda done, total: None,
 ) -> list[TaskScore]:  # fmt: skip
-    """Scores of the tasks in `files` of the model in folder `original` and of the one quantized from it.
+    """Score the model in the folder `original`, and the one in `quantized`, on the tasks in `files`.
 
-    Without `quantized`, `original` came quantized, and its scores alone are told. Progress is that of the documents, in
-    bytes of the models' weights, as elsewhere. Raises InputDataError for tasks and
-    data that cannot be used, and as `scoring.answer`.
+    Without `quantized` only `original` is scored, which was quantized when it came. `progress` counts documents, scaled
+    to bytes of the models' weights, the unit of other accuracy jobs. Raises InputDataError for unusable tasks and data,
+    and what `scoring.answer` raises.
     """
     tasks = [_Prepared.read(file, original) for file in files]
     pairs = [pair for task in tasks for pair in task.continuations]
@@ -92,7 +92,7 @@ def score_tasks(
 
 
 def _mean(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error, by the sample's deviation; 0 for one value."""
+    """Mean and its standard error, from the sample's standard deviation; the error is 0 for one value."""
     mean, count = sum(values) / len(values), len(values)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, count - 1))
     return mean, deviation / math.sqrt(count)
@@ -111,10 +111,10 @@ def _ends(folder: Path) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Prepared:
-    """A task's documents as requests, and how their replies are judged.
+    """A task's documents as requests, and the right answers.
 
-    golds    of each document: the index of the right choice, or the right text
-    choices  of each document of multiple choice
+    golds    for each document the index of the right choice, or the right text
+    choices  for each document of multiple choice its choices; empty for other tasks
     """
 
     task: Task
@@ -148,7 +148,10 @@ class _Prepared:
         return made
 
     def _add(self, doc: dict[str, Any], encode: Callable[[str], list[int]]) -> int:
-        """Add the requests of a document; the tokens of the longest. Raises ValueError and such for another form."""
+        """Add the requests of a document; return the length of the longest in tokens.
+
+        Raises ValueError, TypeError, KeyError or SyntaxError for a document that does not fit the task.
+        """
         task = self.task
         prompt = task.description + str(_field(doc, task.doc_to_text))
         if task.output_type == "generate_until":
@@ -167,7 +170,7 @@ class _Prepared:
         if isinstance(gold, str):
             gold = int(gold) if gold.isdigit() else choices.index(gold)
         if not isinstance(gold, int) or not 0 <= gold < len(choices):
-            raise ValueError(f"{gold!r} is the index of no choice")
+            raise ValueError(f"{gold!r} is not the index of a choice")
         longest = 0
         for choice in choices:
             context, tokens = _pair(prompt, task.target_delimiter + choice, encode)
@@ -178,7 +181,7 @@ class _Prepared:
         return longest
 
     def points(self, replies: Answers) -> dict[str, list[float]]:
-        """Metric -> 0 or 1 for each document. Takes this task's replies from the front of `replies`."""
+        """Metric -> 1 for each document that was answered right, else 0. Removes this task's replies from `replies`."""
         out: dict[str, list[float]] = {metric.metric: [] for metric in self.task.metrics}
         for place, gold in enumerate(self.golds):
             if self.choices:
@@ -195,7 +198,7 @@ class _Prepared:
 
 
 def _field(doc: dict[str, Any], template: str) -> Any:
-    """The document's value of that name, or what the Jinja template makes of the document."""
+    """The document's value of the key `template`; without such a key, the Jinja template rendered with the document."""
     if template in doc:
         return doc[template]
     from jinja2 import StrictUndefined, TemplateError
@@ -214,7 +217,7 @@ def _choices(doc: dict[str, Any], template: str | None) -> list[str]:
 
 
 def _pair(context: str, continuation: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
-    """Token ids of both, as lm-eval divides them: spaces at the end of the context are the continuation's."""
+    """Token ids of context and continuation. As in lm-eval, spaces at the end of the context go to the continuation."""
     kept = context.rstrip()
     both, alone = encode(context + continuation), encode(kept)
     if not alone or len(both) <= len(alone):

@@ -35,7 +35,7 @@ SEARCH_SECONDS = 30.0
 FLAGS = {
     "^options: ": "",
     r"requests (and|or) duration_s": r"--requests \1 --duration",
-    "(requests|concurrency|rate) is": r"--\1 is",
+    "(requests|concurrency|rate|workers|hosts|repeat) is": r"--\1 is",
     "input_tokens '": "--input-tokens '",
     "output_tokens '": "--output-tokens '",
     "duration_s": "--duration",
@@ -272,7 +272,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
         model, openai_model = served.model(model), openai_model or served.model_names[0]
         metrics_url = found.endpoints.metrics_url
-        _require_room(options.work, served)
+        require_room(options.work, served.name, served.repository)
     targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
     options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
     return options, served
@@ -388,7 +388,7 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
     return found, found.find(target)
 
 
-def _require_room(work: Work, served: Served) -> None:
+def require_room(work: Work, name: str, repository: Path) -> None:
     """Refuse fixed lengths that the engine does not take. Raises UsageError, and ArtefactRefused without a passport."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport
@@ -398,7 +398,7 @@ def _require_room(work: Work, served: Served) -> None:
     prompt, answer = work.lengths()
     if work.files or not isinstance(prompt, Fixed):
         return
-    build = read_passport(served.repository / ENGINE_FOLDER).build_config
+    build = read_passport(repository / ENGINE_FOLDER).build_config
     longest = prompt.value + (answer.value if isinstance(answer, Fixed) else 1)
     for what, length, limit in (
         ("prompts", prompt.value, "max_input_len"),
@@ -406,7 +406,7 @@ def _require_room(work: Work, served: Served) -> None:
     ):
         if length > build.get(limit, math.inf):
             raise UsageError(
-                f"{what} of {length:,.0f} tokens are more than {served.name} takes",
+                f"{what} of {length:,.0f} tokens are more than {name} takes",
                 why=f"its {limit} is {build[limit]:,}",
                 remedy=f"ask for fewer or, if the model takes them, build with --set build.{limit}={length:.0f}",
             )

@@ -121,7 +121,8 @@ def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
 def build(
     spec: BuildSpec | None = None, *, until: str | None = None, verify: bool = False, keep_failed: bool = False,
     given: Mapping[str, Artefact] | None = None, trust_origin: Sequence[str] = (), trust_key: Sequence[Path] = (),
-    store: Store | None = None, reporter: Reporter | None = None, **options: Unpack[BuildOptions],
+    store: Store | None = None, reporter: Reporter | None = None, folder: Path | None = None,
+    **options: Unpack[BuildOptions],
 ) -> Built:  # fmt: skip
     """Make the model repository of one target in ./runs, stage by stage; a stage that is current does not run again.
 
@@ -133,6 +134,7 @@ def build(
     trust_origin, trust_key  whose imported artefacts may be reused: URLs or files, and public keys (PEM)
     store        the store to use; that of TRTPIPE_HOME if left out
     reporter     receives the progress, which is logged as `trtpipe` if left out
+    folder       the run folder; ./runs/TARGET if left out
 
     Raises UsageError, InputDataError, HostError (GpuAbsent where the engine needs a GPU that is not here; all stages
     before it are made), StageFailed or ArtefactRefused. What was made before a failure is kept.
@@ -151,11 +153,11 @@ def build(
     try:
         results = execute(
             spec, store, reporter or _LogReporter(), until=until, verify=verify, keep_failed=keep_failed, given=given,
-            trust=Trust(tuple(trust_origin), tuple(trust_key)),
+            trust=Trust(tuple(trust_origin), tuple(trust_key)), folder=folder,
         )  # fmt: skip
     finally:
         store.digests.save()
-    return Built(spec=spec, folder=RunFolder.of(spec.target).path.absolute(), stages=tuple(results))
+    return Built(spec=spec, folder=(folder or RunFolder.of(spec.target).path).absolute(), stages=tuple(results))
 
 
 class _LogReporter:

@@ -73,7 +73,10 @@ def plan(
 
 def against(file: Path, *, calibrate: bool = False) -> tuple[Comparison, Path | None]:
     """The planner beside the measured runs of a CSV file; with `calibrate` overheads are refitted to them first and
-    kept in efficiency.yaml of TRTPIPE_HOME, whose path is returned too. Raises UsageError and HostError."""
+    kept in efficiency.yaml of TRTPIPE_HOME, whose path is returned too.
+
+    Raises InputDataError for a bad table, UsageError and HostError.
+    """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.planner import against as compared
     from trtpipe.pipeline.planner.efficiency import load_efficiency
@@ -97,6 +100,6 @@ def _price(name: str, price: float) -> float:
 
     if not 0 < price < 1e6:
         raise UsageError(
-            f"--price {name}={price:g} is not a price", remedy="give for example h100=2.5, of one GPU an hour"
+            f"--price {name}={price:g} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
         )
     return price

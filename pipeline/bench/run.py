@@ -82,9 +82,15 @@ class _Session:
         self._render = render
         self._progress = progress
         self._workers: list[Worker] = []
+        self._over = False
 
     def interrupt(self) -> None:
         self._report.interrupted = True
+        self._end()
+
+    def _end(self) -> None:
+        """End the load point that runs. No other begins."""
+        self._over = True
         for worker in self._workers:
             worker.interrupt()
 
@@ -125,14 +131,18 @@ class _Session:
                 self._workers.append(ProcessWorker(options, render, share))
 
     async def _search(self, number: int, target: Target, search: Search) -> None:
-        if self._report.interrupted:
+        if self._report.interrupted or self._over:
             return
+        if search.limit_s is not None:
+            asyncio.get_running_loop().call_later(search.limit_s, self._end)
 
         async def measure(load: Load, repeat: int) -> tuple[LoadPointResult, Trial]:
             for _ in range(search.repeats):  # a busy moment of the client is no reason to end the search
                 result = await self._measure(number, target, load, repeat)
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
+                if self._over:
+                    raise Unmeasurable(f"its {search.limit_s:.0f} s were over")
                 if not result.verdict["reasons"]:
                     return result, search.trial(result.slo, result.stopped is not None, served(result))
             reason = result.verdict["reasons"][0]

@@ -34,6 +34,7 @@ class Search:
     known       whether the user gave that rate; otherwise the server's own time for one request determines it
     precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
     repeats     most runs of one rate
+    limit_s     seconds after which the run ends with what it has found; None for no limit
     """
 
     goal: str
@@ -42,6 +43,7 @@ class Search:
     attainment: float = 0.9
     precision: float = 0.05
     repeats: int = 3
+    limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:

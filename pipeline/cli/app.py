@@ -29,10 +29,11 @@ from trtpipe.pipeline.cli import (
     registry,
     serve,
     targets,
+    tune,
     weights,
 )
 from trtpipe.pipeline.cli.completion import completion
-from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, add_common_options
+from trtpipe.pipeline.cli.help import USAGE_ERROR, SectionedCommand, SectionedGroup, add_common_options
 
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
@@ -48,7 +49,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
         serve.gateway, serve.monitoring,
     ),
     "Measure": (bench.compare, prove.prove),
-    "Plan": (plan.plan, facts.probe),
+    "Plan": (plan.plan, tune.tune, facts.probe),
     "Share": (
         build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,
         registry.verify_provenance,
@@ -104,8 +105,8 @@ class Grouped(SectionedGroup):
                 formatter.write_dl(rows)
 
 
-# click's base class. A newer typer carries a click of its own, whose classes are not those of `import click`.
-CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
+# click's base class.
+CLICK_ERROR: Any = USAGE_ERROR.__mro__[1]
 
 
 def _root(

@@ -321,13 +321,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
 
 
 def _sampling(words: list[str]) -> dict[str, Any]:
-    from trtpipe.configs.read import parse_yaml_value
-    from trtpipe.engines.errors import UsageError
+    from trtpipe.configs.read import named_values, parse_yaml_value
 
-    out = {}
-    for word in words:
-        name, separator, value = word.partition("=")
-        if not separator:
-            raise UsageError(f"'{word}' is not an option", remedy="give NAME=VALUE, such as top_p=0.9")
-        out[name] = parse_yaml_value(value, f"--sampling {name}")
-    return out
+    texts = named_values(words, "--sampling ", example="top_p=0.9")
+    return {name: parse_yaml_value(text, f"--sampling {name}") for name, text in texts.items()}

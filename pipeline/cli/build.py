@@ -360,6 +360,7 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
     given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
     given["set"] = assignments(options["settings"] or [])
     given["lora"] = named_folders(options.get("lora"))
+    given["tasks"] = [str(file) for file in options.get("tasks") or ()] or None
     found = layers(**given)
     gpu = next((layer["gpu"] for _, layer in reversed(found) if "gpu" in layer), None)
     return (resolve if offline else resolved)(found if gpu == "cpu" else [read_config().layer, *found])

@@ -59,6 +59,8 @@ class _Output(io.TextIOWrapper):
     """Standard output whose failures are not taken for those of a file, or of a connection."""
 
     def write(self, text: str) -> int:
+        if text == "":  # click tries streams so, and takes no failure for one
+            return 0
         with self._failing():
             return super().write(text)
 
@@ -84,6 +86,7 @@ def prepare() -> None:
     """Make standard output say when it fails, and let no output fail for a character that its encoding lacks (LANG=C):
     the character is written as an escape."""
     FLAGS.quiet = FLAGS.verbose = False
+    _open_closed()
     if type(sys.stdout) is io.TextIOWrapper:  # not a test's stream
         old = sys.stdout
         sys.stdout = _Output(
@@ -92,6 +95,22 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a test's stream
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _open_closed() -> None:
+    """Open standard streams that the caller has closed (`>&-`): else the next file or socket would take their place,
+    and a child process would write into it. What is written to a closed standard output fails."""
+    for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # takes the lowest number that is free, this one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = _Output(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def out() -> RichConsole:

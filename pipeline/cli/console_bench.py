@@ -21,6 +21,7 @@ from trtpipe.pipeline.cli.console_text import bounded, one_line
 if TYPE_CHECKING:
     from trtpipe.pipeline.bench.compare.comparison import Comparison
     from trtpipe.pipeline.bench.options import Progress
+    from trtpipe.pipeline.bench.results.metrics import Metric
     from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 
 # Statistics of a distribution in the table.
@@ -167,9 +168,9 @@ def report(measured: BenchReport) -> None:
     for metric in metrics:
         for point in metric.figures(POINTS):
 
-            def figure(result: LoadPointResult, name: str = metric.name, point: str = point) -> str:
-                value = result.metrics.get(name, {}).get(point)
-                return "-" if value is None else f"{value:.1f}"
+            def figure(result: LoadPointResult, metric: Metric = metric, point: str = point) -> str:
+                value = result.metrics.get(metric.name, {}).get(point)
+                return "-" if value is None else f"{metric.shown(value):.1f}"
 
             rows.append((metric.heading(point), figure))
     if judged:
@@ -189,8 +190,11 @@ def _repeats(measured: BenchReport) -> None:
     if not repeated:
         return
 
-    def cell(entry: dict[str, Any] | None) -> str:
-        return "-" if entry is None else f"{entry['mean']:.1f} \u00b1{entry['mean'] - entry['interval'][0]:.1f}"
+    def cell(metric: Metric, entry: dict[str, Any] | None) -> str:
+        if entry is None:
+            return "-"
+        mean, low = metric.shown(entry["mean"]), metric.shown(entry["interval"][0])
+        return f"{mean:.1f} \u00b1{mean - low:.1f}"
 
     figures = [
         (metric, point)
@@ -199,7 +203,10 @@ def _repeats(measured: BenchReport) -> None:
         for point in metric.figures(("p50", "p99"))
     ]
     cells = [
-        [str(one["valid"]), *(cell(one["metrics"].get(metric.name, {}).get(point)) for metric, point in figures)]
+        [
+            str(one["valid"]),
+            *(cell(metric, one["metrics"].get(metric.name, {}).get(point)) for metric, point in figures),
+        ]
         for one in repeated
     ]
     console.result("", "means of repeated runs, with their 95% intervals")

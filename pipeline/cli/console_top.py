@@ -123,9 +123,15 @@ def _lines(snapshot: Snapshot) -> list[str]:
             f"in flight {_of(engine.in_flight, engine.in_flight_max)} scheduled "
             f"{_number(engine.scheduled, 0)} waiting {_number(engine.waiting, 0)} KV blocks "
             f"{_of(engine.kv_used, engine.kv_max)} ({_percent(engine.kv_fraction)}) reused/s "
-            f"{_number(engine.kv_reused_per_s)}"
+            f"{_number(engine.kv_reused_per_s)}{_speculation(engine)}"
         )
     return out
+
+
+def _speculation(engine: EngineFigures) -> str:
+    if engine.tokens_per_step is None:
+        return ""
+    return f" tokens/step {_number(engine.tokens_per_step, 2)} drafts accepted {_percent(engine.draft_acceptance)}"
 
 
 def _head(snapshot: Snapshot) -> Table:
@@ -199,6 +205,12 @@ def _engine(engine: EngineFigures) -> Table:
         bar.add_row(progress, Text(_percent(full), style=style))
         grid.add_row("KV cache", bar)
     grid.add_row("", f"{_of(engine.kv_used, engine.kv_max)} blocks used, {_number(engine.kv_free, 0)} free")
+    if engine.tokens_per_step is not None:
+        grid.add_row(
+            "speculation",
+            f"{_number(engine.tokens_per_step, 2)} tokens a step, {_percent(engine.draft_acceptance)} of the drafts "
+            "accepted",
+        )
     share = "" if engine.kv_reuse_share is None else f", {_percent(engine.kv_reuse_share)} of the prompts"
     grid.add_row("reuse", f"{_number(engine.kv_reused_per_s)} blocks/s{share}")
     return grid

@@ -11,6 +11,8 @@ import typer.core
 from trtpipe.pipeline.cli import console
 
 COMMON = "Common options"
+# click's class. A newer typer carries a click of its own, whose classes are not those of `import click`.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 def in_section(title: str) -> Callable[..., Any]:
@@ -40,7 +42,11 @@ def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
     """Raise UsageError for an option that takes one value and is given several: click would drop all but the last."""
     from trtpipe.engines.errors import UsageError
 
-    _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    try:
+        _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    except USAGE_ERROR as error:
+        error.ctx = error.ctx or ctx  # of an option without its value; the message names this command's help
+        raise
     for option in {one for one in order if one.param_type_name == "option" and order.count(one) > 1}:
         if not option.multiple and (not option.is_flag or option.secondary_opts):
             name = option.opts[0]

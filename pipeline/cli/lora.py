@@ -19,7 +19,7 @@ lora = typer.Typer(cls=SectionedGroup, help="List, add and remove adapters of a 
 
 @lora.callback()
 def _lora() -> None:
-    """One command for each change."""
+    """List, add and remove adapters of a running server."""
 
 
 @lora.command(name="list", cls=SectionedCommand)

@@ -45,10 +45,11 @@ AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
 Tasks = Annotated[
-    list[str] | None,
+    list[Path] | None,
     typer.Option(
         help="Task to score the original and the quantized model on: a YAML file of lm-eval's form, with local data; "
-        "repeatable."
+        "repeatable.",
+        **FILE,
     ),
 ]
 Runtime = Annotated[
@@ -155,18 +156,10 @@ def own_store() -> Store:
 
 
 def named_folders(words: list[str] | None, option: str = "--lora ") -> dict[str, str] | None:
-    """Folders by name, of NAME=FOLDER each; None for none. Raises UsageError."""
-    from trtpipe.engines.errors import UsageError
+    """Folders of adapters by name, of NAME=FOLDER each; None for none. Raises UsageError."""
+    from trtpipe.configs.read import named_values
 
-    out: dict[str, str] = {}
-    for word in words or ():
-        name, equals, folder = word.partition("=")
-        if not equals or not folder:
-            raise UsageError(f"{option}{word} is not NAME=FOLDER", remedy="write for example support=adapters/support")
-        if name in out:
-            raise UsageError(f"the adapter '{name}' is given more than once", remedy="give each a name of its own")
-        out[name] = folder
-    return out or None
+    return named_values(words or (), option, form="NAME=FOLDER", example="support=adapters/support") or None
 
 
 def numbers(text: str | None, *, whole: bool = False) -> list[Any] | None:

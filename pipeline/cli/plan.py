@@ -9,7 +9,7 @@ import typer
 
 from trtpipe.pipeline.api.plan import USUAL
 from trtpipe.pipeline.cli import completion as complete
-from trtpipe.pipeline.cli.options import GroupSize, Json
+from trtpipe.pipeline.cli.options import FILE, GroupSize, Json
 
 
 def plan(
@@ -50,13 +50,17 @@ def plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Print the effect of single changes to the best option.")
     ] = False,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Share of draft tokens that is accepted, for --what-if: 0.45, say.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(help="CSV table of measured runs: print how far off the planner is, and plan nothing."),
+        typer.Option(help="CSV table of measured runs: print how far off the planner is, and plan nothing.", **FILE),
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="CSV table of measured runs: refit overheads to them and keep the result.")
+        Path | None,
+        typer.Option(help="CSV table of measured runs: refit overheads to them and keep the result.", **FILE),
     ] = None,
     as_json: Json = False,
     page: Annotated[Path | None, typer.Option(help="HTML page to write, with each option's frontier.")] = None,
@@ -92,7 +96,9 @@ def plan(
         price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
     )  # fmt: skip
     best = advice.candidates[0].option
-    changes = what_ifs(best, advice.question.demand) if what_if and best is not None else []
+    if acceptance is not None and not what_if:
+        raise UsageError("--acceptance is for --what-if", remedy="give both")
+    changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 
@@ -117,23 +123,24 @@ def _whole(text: str) -> int:
 
 
 def _prices(given: list[str], gpu: str) -> dict[str, float]:
-    """Prices of --price by GPU. Raises UsageError for one that is not compared."""
+    """Prices of --price by GPU. Raises UsageError, also for a GPU that is not compared or has two prices."""
     from trtpipe.configs import facts
+    from trtpipe.configs.read import named_values
     from trtpipe.engines.errors import UsageError
 
-    prices, compared = dict(_price(one) for one in given), {facts.find_gpu(one).name for one in _list(gpu)}
-    for name in prices.keys() - compared:
-        raise UsageError(f"--price {name} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
+    prices: dict[str, float] = {}
+    compared = {facts.find_gpu(one).name for one in _list(gpu)}
+    texts = named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour")
+    for word, text in texts.items():
+        name = facts.find_gpu(word).name
+        if name not in compared:
+            raise UsageError(f"--price {word} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
+        if name in prices:
+            raise UsageError(f"--price {word} is given more than once", why=f"it is {name}", remedy="give it once")
+        try:
+            prices[name] = float(text)
+        except ValueError:
+            raise UsageError(
+                f"--price {word}={text} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
+            ) from None
     return prices
-
-
-def _price(text: str) -> tuple[str, float]:
-    from trtpipe.engines.errors import UsageError
-
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise UsageError(
-            f"--price {text} is not a price", remedy="give for example h100=2.5, of one GPU an hour"
-        ) from None

@@ -230,7 +230,7 @@ def verify(
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
 
-    files = [Path(file) for file in tasks or ()]
+    files = tasks or []
     for file in files:  # a mistake in one need not wait for the models
         read_task(file)
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):

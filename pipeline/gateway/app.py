@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 from trtpipe import __version__
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
-from trtpipe.pipeline.gateway.answers import Answer, Order
+from trtpipe.pipeline.gateway.answers import Answer
+from trtpipe.pipeline.gateway.choices import Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from trtpipe.pipeline.gateway.engine_requests import (
     EngineModel,
@@ -32,13 +33,13 @@ from trtpipe.pipeline.gateway.engine_requests import (
     require_prompt_log_probs,
 )
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.model_names import ModelNames, joined
+from trtpipe.pipeline.gateway.model_names import ModelNames, adapter_model_name
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
-from trtpipe.pipeline.gateway.traces import SPAN, RequestSpan, Traced, Traces
+from trtpipe.pipeline.gateway.traces import SPAN, RequestSpan, TraceMiddleware, Traces
 from trtpipe.pipeline.gateway.upstream import Upstream
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class Gateway:
         asked, prompts = prepared.options, prepared.prompts
         text = self.texts[asked.model]
         engine = await self.upstream.model(self.models[asked.model].triton_model)
-        model = asked.model if prepared.adapter is None else joined(asked.model, prepared.adapter)
+        model = asked.model if prepared.adapter is None else adapter_model_name(asked.model, prepared.adapter)
         # Looked up again, since it may have been removed while the prompt was made.
         _, adapter = self.names.find(model)
         copies = asked.n or 1
@@ -203,7 +204,7 @@ def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingPar
 
 
 def _dense(bias: dict[int, float], vocab_size: int) -> array[float] | None:
-    """The bias of each token of the vocabulary; None for no bias."""
+    """Number that is added to each logit, [vocab_size] float32; None without a bias."""
     if not bias:
         return None
     out = array("f", bytes(4 * vocab_size))
@@ -225,9 +226,7 @@ def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, l
             f"'{param}' of {likeliest}: this server knows the chosen token's alone", param, "unsupported_parameter"
         )
     if likeliest == 1 and not likeliest_known:
-        why = (
-            "the likeliest token is only known where nothing is drawn (temperature 0), penalised, biased or constrained"
-        )
+        why = "the likeliest token is only known at temperature 0 without penalties, biases and forms"
         raise wrong(f"'{param}' of 1: {why}", param, "unsupported_parameter")
     return likeliest
 
@@ -257,7 +256,7 @@ def build(
         )
 
     if gateway.traces is not None:
-        app.add_middleware(Traced, traces=gateway.traces)
+        app.add_middleware(TraceMiddleware, traces=gateway.traces)
 
     def refuse(request: Request, failure: Failure) -> Response:
         gateway.count(request.scope["path"], failure.status)

@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtpipe.engines.adapters import Placed
+from trtpipe.engines.adapters import InstalledAdapter
 from trtpipe.engines.sampling import Guide, SamplingParams
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.traces import ASK_TIMES, TIMES, RequestSpan
+from trtpipe.pipeline.gateway.traces import TIMES, TIMES_INPUT, RequestSpan
 from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
 
 _LENGTH = struct.Struct("<I")
@@ -29,7 +29,7 @@ class EngineModel:
 
     @property
     def own(self) -> bool:
-        """Whether it runs in our Python-based backend, which has more than NVIDIA's tensors."""
+        """Whether it runs in our Python-based backend, whose models have inputs that NVIDIA's lack."""
         return "return_prompt_log_probs" in self.inputs
 
     @property
@@ -62,17 +62,17 @@ def require_tokens(model: EngineModel) -> None:
 
 
 def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
-    """Raises Failure, naming the field `param`, for a model that cannot be made to answer in that form."""
+    """Raises Failure, naming the field `param`, for a model whose runtime cannot follow the guide."""
     if not {"guided_decoding_guide_type", "guided_decoding_guide"} <= model.inputs:
-        raise wrong(f"'{param}': this model's runtime cannot hold an answer to a form", param, "unsupported_parameter")
+        raise wrong(f"'{param}': this model's runtime has no guided decoding", param, "unsupported_parameter")
     if guide.kind == "structural_tag" and not (model.own or model.llm_api):
         raise wrong(f"'{param}': NVIDIA's C++ backend takes no structural tags", param, "unsupported_parameter")
 
 
 def require_bias(model: EngineModel) -> None:
-    """Raises Failure for a model that takes no biases of logits."""
+    """Raises Failure for a model without an input for biases of logits."""
     if "embedding_bias" not in model.inputs:
-        raise wrong("'logit_bias': this model's runtime takes none", "logit_bias", "unsupported_parameter")
+        raise wrong("'logit_bias': this model has no input for it", "logit_bias", "unsupported_parameter")
 
 
 def require_prompt_log_probs(model: EngineModel) -> None:
@@ -94,7 +94,7 @@ def engine_request(
     prompt_log_probs: bool = False,
     bias: array[float] | None = None,
     guide: Guide | None = None,
-    adapter: Placed | None = None,
+    adapter: InstalledAdapter | None = None,
     traced: RequestSpan | None = None,
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
@@ -103,9 +103,9 @@ def engine_request(
     ends      token ids that end the answer; none makes it go on to `max_tokens`
     bias      added to the logits, one number for each token of the vocabulary
     guide     form that the answer must have
-    traced    span of the request, which also makes the engine report its times
+    traced    span of the request; with one, the engine is asked for its times
 
-    `require_*` say whether the model can do what is not for every model.
+    Callers check with the functions `require_*` what only some models can do.
     """
     request_id = uuid.uuid4().hex
     inputs = _llm_api if model.llm_api else _tensorrt_llm
@@ -116,8 +116,8 @@ def engine_request(
     if log_probs:
         tensors.append(_flag(model, "return_log_probs", True))
         outputs.append("output_log_probs")
-    if traced is not None and ASK_TIMES in model.inputs and model.outputs >= set(TIMES):
-        tensors.append(_flag(model, ASK_TIMES, True))
+    if traced is not None and TIMES_INPUT in model.inputs and model.outputs >= set(TIMES):
+        tensors.append(_flag(model, TIMES_INPUT, True))
         outputs += TIMES
     if prompt_log_probs:
         tensors.append(_flag(model, "return_prompt_log_probs", True))
@@ -196,11 +196,10 @@ def _sampling(model: EngineModel, sampling: SamplingParams, prefix: str = "", **
     return [_scalar(model, prefix + name, dtype, value) for name, dtype, value in given]
 
 
-def _adapter(model: EngineModel, adapter: Placed) -> Tensor:
+def _adapter(model: EngineModel, adapter: InstalledAdapter) -> Tensor:
     """Input that chooses an adapter: the C++ backend knows it by its number, the LLM API by its name."""
     if "lora_name" in model.inputs:
-        name = adapter.name.encode()
-        return Tensor("lora_name", "BYTES", (1,), struct.pack("<I", len(name)) + name)
+        return _text(model, "lora_name", adapter.name)
     if "lora_task_id" in model.inputs:
         return _scalar(model, "lora_task_id", "UINT64", adapter.number)
     raise Failure(501, f"the model {model.name} in Triton takes no adapters", code="unsupported_model")

@@ -12,8 +12,9 @@ _FULL = ("queue", "too many", "try again later")
 _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server is stopping")
 # Parts of messages about a Python process of Triton that has died; they come with INTERNAL.
 _DEAD = ("is not healthy", "health mutex")
-# The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
+# Beginning of an engine's refusal of a guide.
 _GUIDE = "guided_decoding_guide"
+# The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
 _LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
 
 
@@ -56,6 +57,15 @@ def wrong(message: str, param: str | None = None, code: str | None = None) -> Fa
     return Failure(400, message, param=param, code=code)
 
 
+def invalid(place: str, why: str, code: str = "invalid_value") -> Failure:
+    """A Failure with status 400 about the field at the path `place`, such as `tools.0.function.name`.
+
+    A path of more than 300 characters is cut: it may go through a schema whose names are long.
+    """
+    place = place if len(place) <= 300 else f"{place[:300]}..."
+    return wrong(f"'{place}': {why}", place, code)
+
+
 def gone(why: str) -> Failure:
     """A Failure with status 503: the server behind the gateway cannot be reached."""
     return Failure(503, f"the inference server is not available: {why}", code="upstream_unavailable", retry_after=1)
@@ -93,11 +103,12 @@ def of_text(message: str) -> Failure:
 
 
 def of_guide(failure: Failure, param: str) -> Failure:
-    """The failure, with the field that asked for a form where it is that form that the engine refuses."""
-    mark, _, why = failure.message.partition(f"{_GUIDE}: ")
-    if failure.code != "refused_by_engine" or not why or mark:
+    """A failure whose message names the request's field `param` where the engine has refused the guide of that field;
+    any other failure as it is."""
+    before, _, why = failure.message.partition(f"{_GUIDE}: ")
+    if failure.code != "refused_by_engine" or not why or before:
         return failure
-    return wrong(f"'{param}': {why}", param, "invalid_schema")
+    return invalid(param, why, "invalid_schema")
 
 
 def _says(words: str, marks: tuple[str, ...]) -> bool:

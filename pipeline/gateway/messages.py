@@ -1,4 +1,4 @@
-"""Messages of a chat, with the calls of tools in them and their results."""
+"""Messages of a chat, including tool calls and their results, in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    # Of a stream's pieces, from which some clients put the message together.
+    # In the pieces of a stream; clients that join these pieces send it back.
     index: int | None = None
 
     def plain(self, place: str) -> dict[str, Any]:
-        """The call as chat templates take it. Raises Failure for arguments that are no JSON object."""
+        """The call as chat templates take it. Raises Failure, which names its path `place`, for arguments that are no
+        JSON object."""
         try:
             arguments = parse_json(self.function.arguments)
         except ValueError as error:
@@ -45,14 +46,14 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # Fields of an answer that is sent back, which are empty in answers of this server.
+    # Fields that OpenAI's clients copy from an answer; this server leaves them empty.
     annotations: list[str] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
     refusal: None = None
 
     def plain(self, place: str) -> dict[str, Any]:
-        """The message in the form that chat templates take. Raises Failure for calls that are not JSON."""
+        """The message as chat templates take it. Raises Failure, which names its path `place`, as `ToolCall.plain`."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -78,7 +79,9 @@ def plain(messages: list[Message]) -> list[dict[str, Any]]:
             raise wrong(f"'{place}.tool_call_id' is missing", f"{place}.tool_call_id", "missing_parameter")
         if message.tool_call_id is not None and (message.role != "tool" or message.tool_call_id not in known):
             no_call = (
-                "no call with that id comes before it" if message.role == "tool" else "only a tool's message has it"
+                "no earlier message has a call with that id"
+                if message.role == "tool"
+                else "only a message of the role 'tool' has it"
             )
             raise wrong(f"'{place}.tool_call_id': {no_call}", f"{place}.tool_call_id")
         known.update(call.id for call in message.tool_calls or ())
@@ -86,5 +89,5 @@ def plain(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same without the calls, to see whether a chat template heeds them."""
+    """The messages without their tool calls: a chat template that renders both alike ignores tool calls."""
     return [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]

@@ -1,32 +1,33 @@
-"""Names of models at the gateway: those of its options, and of their LoRA adapters, which come and go."""
+"""Model names at the gateway: those of its options, and MODEL:ADAPTER for each LoRA adapter that is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trtpipe.engines.adapters import AdapterFolder, Placed
+from trtpipe.engines.adapters import AdapterFolder, InstalledAdapter
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.gateway.failure import Failure
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import quoted
 
-# Between the name of a model and that of its adapter, which has none.
+# Between the name of a model and that of its adapter, which contains no colon.
 SEPARATOR = ":"
-# Names that a message lists.
+# Most names that a message lists.
 LISTED = 20
 
 
-def joined(model: str, adapter: str) -> str:
-    """Name of a model with an adapter."""
+def adapter_model_name(model: str, adapter: str) -> str:
+    """Name under which requests use an adapter of a model."""
     return f"{model}{SEPARATOR}{adapter}"
 
 
 def require_free(options: GatewayOptions, models: tuple[str, ...], adapter: str) -> None:
-    """Raises UsageError where a model is already called what the adapter of `models` would be."""
+    """Raises UsageError where another model has the name that an adapter of `models` would get."""
     for model in models:
-        if options.find(joined(model, adapter)) is not None:
+        name = adapter_model_name(model, adapter)
+        if options.find(name) is not None:
             raise UsageError(
-                f"a model is called {joined(model, adapter)}, as {model} with its adapter {adapter} would be",
+                f"the name {name} is that of a model, and of {model} with the adapter {adapter}",
                 remedy="give one of them another name",
             )
 
@@ -38,9 +39,9 @@ class ModelNames:
         self._options = options
         self._folders = {model.name: AdapterFolder(model.adapters) for model in options.models}
 
-    def find(self, name: str | None) -> tuple[ServedModel, Placed | None]:
-        """The model of that name, and its adapter if the name has one; the first model where a request need not name
-        one. Raises Failure 404."""
+    def find(self, name: str | None) -> tuple[ServedModel, InstalledAdapter | None]:
+        """The model of that name, and the adapter if the name is MODEL:ADAPTER; the first model for None, which routes
+        allow whose requests need not name a model. Raises Failure 404."""
         if name is None:
             return self._options.models[0], None
         served = self._options.find(name)
@@ -54,12 +55,12 @@ class ModelNames:
         return served, placed
 
     def all(self) -> Iterator[tuple[str, str | None]]:
-        """Every name, and for a model with an adapter the name of the model."""
+        """(name, None) for each model name, and (name, name of the model) for each adapter."""
         for model in self._options.models:
             for name in model.names:
                 yield name, None
                 for placed in self._folders[model.name].all():
-                    yield joined(name, placed.name), name
+                    yield adapter_model_name(name, placed.name), name
 
     def _unknown(self, name: str) -> Failure:
         served = [known for known, _ in self.all()]

@@ -32,8 +32,8 @@ class ServedModel:
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
     max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
     vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
-    adapters       folder of its LoRA adapters, see `engines.adapters`, which clients call NAME:ADAPTER; it may change
-    tool_format    name of the format in which it writes calls of tools; None where its chat template says it
+    adapters       folder of its LoRA adapters, see `engines.adapters`; adapters may be added and removed
+    tool_format    name of the format of its tool calls; None to recognise it by the chat template
     """
 
     name: str
@@ -77,7 +77,7 @@ class GatewayOptions:
     linger_s       seconds after a TERM signal in which requests are still taken. Meanwhile /health/ready says no, and
                    each answer ends its connection, so that clients go elsewhere before the port closes
     drain_s        seconds that running answers then have to end
-    traces_url     where spans of requests are sent, see traces.traces_url; None sends none
+    traces_url     URL that spans of requests are sent to, see traces.traces_url; None for no traces
     """
 
     models: tuple[ServedModel, ...]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.guides import Asked
+from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.messages import plain, without_calls
 from trtpipe.pipeline.gateway.model_names import ModelNames
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
@@ -43,7 +43,8 @@ INT32_MAX = 2**31 - 1
 
 
 def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> str:
-    """The text of the chat. Raises Failure for messages that cannot be, and for tools that the template ignores."""
+    """The text of the chat. Raises Failure for messages that contradict their roles, and for tools or tool calls that
+    the template ignores."""
     messages, settings = plain(asked.messages or []), asked.chat_template_kwargs
     rendered = text.render(messages, settings, [tool.plain() for tool in tools] or None)
     bare = without_calls(messages)
@@ -51,7 +52,7 @@ def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[
         return rendered
     try:
         heeded = text.render(bare, settings) != rendered
-    except Failure:  # it wants what is missing
+    except Failure:  # the template requires what `bare` lacks
         heeded = True
     if not heeded:
         param = "tools" if tools else "messages"
@@ -90,7 +91,8 @@ class Preparation:
             prompts, use, required = self._chat(asked, served)
             if use is not None and not use.required and guide is not None:
                 why = (
-                    "it holds the whole answer to a form, so no tool could be called; require a call, or leave one out"
+                    "it would hold the whole answer to a form, so the model could not call a tool; leave out one of "
+                    "both, or require a call"
                 )
                 raise wrong(f"'{guide.param}' with 'tools': {why}", guide.param, "unsupported_parameter")
             guide = required or guide
@@ -128,7 +130,9 @@ class Preparation:
             told["token_strs"] = [text.tokenizer.id_to_token(token) for token in ids]
         return told, array("i", ids).tobytes()
 
-    def _chat(self, asked: ChatRequest, served: ServedModel) -> tuple[list[list[int]], ToolUse | None, Asked | None]:
+    def _chat(
+        self, asked: ChatRequest, served: ServedModel
+    ) -> tuple[list[list[int]], ToolUse | None, GuideRequest | None]:
         """The prompt of a chat, how its answer may call tools, and the form that the answer must have."""
         self._check_answers(asked, 1)
         text, tools = self._texts[served.name], asked.offered()
@@ -178,7 +182,7 @@ class Preparation:
             raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
         wished = asked.limit()
         most = served.max_seq_len or INT32_MAX
-        if longest + (wished or 1) > most:  # an engine makes one token at least
+        if longest + (wished or 1) > most:  # an engine makes at least one token
             sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
             raise wrong(f"{sides}; this model takes {most} together", param, code)
         if wished is not None:

@@ -21,7 +21,7 @@ from trtpipe.engines.process import python_command
 from trtpipe.engines.sampling import Guide
 from trtpipe.pipeline.gateway.access import KEYS_VARIABLE
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.guides import Asked
+from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
@@ -40,8 +40,8 @@ class Prepared:
     """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids.
 
     adapter  name of the model's adapter; None for the model itself
-    bias     token id -> what is added to its logit
-    echoes   texts of the prompts, where answers begin with them; else empty
+    bias     token id -> number that is added to its logit
+    echoes   texts of the prompts where answers begin with them (`echo`); else empty
     guide    form that the answers must have
     tools    how the answers may call tools; None where they may not
     """
@@ -52,7 +52,7 @@ class Prepared:
     adapter: str | None
     bias: dict[int, float]
     echoes: tuple[str, ...] = ()
-    guide: Asked | None = None
+    guide: GuideRequest | None = None
     tools: ToolUse | None = None
 
 
@@ -162,7 +162,7 @@ class Prompts:
             adapter=head["adapter"],
             bias=dict(head["bias"]),
             echoes=tuple(head.get("echoes", ())),
-            guide=guide and Asked(Guide(guide["kind"], guide["text"]), guide["param"]),
+            guide=guide and GuideRequest(Guide(guide["kind"], guide["text"]), guide["param"]),
             tools=ToolUse(**head["tools"]) if head["tools"] else None,
         )
 

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.guides import Asked, asked_guide
+from trtpipe.pipeline.gateway.guides import GuideRequest, guide_request
 from trtpipe.pipeline.gateway.messages import Message
 from trtpipe.pipeline.gateway.strict import Strict
 from trtpipe.pipeline.gateway.tools.fields import Tool, ToolFields
@@ -40,8 +40,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Why, where that is not plain.
-_WHY = {"suffix": ": its models go on with a text, and fill in none"}
+# Reasons, where a field's name does not say enough.
+_WHY = {"suffix": ": its models continue a text, and cannot fill in a gap"}
 # Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
 # Fields for the caller's bookkeeping, which do not change the answer.
@@ -98,8 +98,8 @@ class Common(Strict):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class Wishes(Strict):
-    """Fields that are made into something else before the request is answered."""
+class ConstraintFields(Strict):
+    """Fields that restrict or weight the tokens of the answer. Preparation turns them into a bias and a guide."""
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ class Wishes(Strict):
     structured_outputs: dict[str, Any] | None = None
 
     def bias(self, vocab_size: int) -> dict[int, float]:
-        """Token id -> what is added to its logit. Raises Failure for a name that is no token id."""
+        """Token id -> number that is added to its logit. Raises Failure for a name that is no token id."""
         out = {}
         for name, value in (self.logit_bias or {}).items():
             if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
@@ -116,9 +116,9 @@ class Wishes(Strict):
             out[int(name)] = value
         return out
 
-    def guide(self) -> Asked | None:
-        """The form that the answer must have. Raises Failure for one that is not taken."""
-        return asked_guide(self.response_format, self.structured_outputs)
+    def guide(self) -> GuideRequest | None:
+        """The form that the answer must have; None for free text. Raises Failure for a form that is refused."""
+        return guide_request(self.response_format, self.structured_outputs)
 
 
 class ChatOptions(Common):
@@ -137,7 +137,7 @@ class ChatOptions(Common):
 
 
 class CompletionOptions(Common):
-    # 0 with `echo`: nothing but the prompt.
+    # 0 needs `echo`: the answer is the prompt alone.
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
@@ -149,13 +149,13 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-class ChatRequest(ChatOptions, Wishes, ToolFields):
+class ChatRequest(ChatOptions, ConstraintFields, ToolFields):
     messages: list[Message] = Field(min_length=1)
     # An extension of vLLM and TensorRT-LLM.
     chat_template_kwargs: Settings | None = None
 
 
-class CompletionRequest(CompletionOptions, Wishes):
+class CompletionRequest(CompletionOptions, ConstraintFields):
     prompt: Any  # checked below: pydantic would try a million token ids as texts first
 
     def prompts(self, most: int) -> list[str | list[int]]:

@@ -1,20 +1,22 @@
-"""JSON schemas that answers can be held to: what a grammar would pass over without a word is refused, by its place.
+"""Check of JSON schemas for guided decoding: a schema that XGrammar would enforce only in part is refused.
 
-XGrammar takes schemas with keywords that its grammars do not hold to (`not`, `uniqueItems`), with bounds that it drops
-(a `minimum` beside an `enum`), and with references that have no end. An answer would then not be valid.
+XGrammar accepts keywords that its grammars do not enforce (`not`, `uniqueItems`), drops bounds beside some keywords (a
+`minimum` beside an `enum`), and accepts references that only lead to one another. Answers could then violate the
+schema. A refusal names the keyword's path in the request.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
-from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.failure import invalid, wrong
 
-# Length of a schema as text, its depth, and the largest number in a bound of lengths and counts: each character or item
-# up to it is a state of the grammar.
+# Limits of a schema: bytes of its text, its depth, and the largest number in a bound of lengths or counts, since each
+# character or item up to that bound is a state of the grammar.
 MAX_BYTES, MAX_DEPTH, MAX_COUNT = 32 << 10, 32, 1000
-# Keywords that say something of values, by the types that they are about.
+# Keywords that restrict values of one type, by that type.
 _BOUNDS = {
     "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames",
                "minProperties", "maxProperties"),
@@ -30,10 +32,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 _FORMATS = ("date", "date-time", "email", "ipv4", "time", "uuid")
 _CHOICES = ("anyOf", "oneOf", "allOf")
-# Keywords that change nothing.
+# Keywords that do not restrict values; they are left out.
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
           "$id", "$defs", "definitions", "discriminator")  # fmt: skip
-# Keywords of JSON Schema that no grammar here holds an answer to.
+# Keywords of JSON Schema that no grammar of XGrammar enforces.
 _REFUSED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
             "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "additionalItems",
             "contentEncoding", "contentMediaType", "contentSchema", "$dynamicRef", "$recursiveRef",
@@ -41,7 +43,10 @@ _REFUSED = ("not", "if", "then", "else", "contains", "minContains", "maxContains
 
 
 def checked(schema: Any, place: str) -> str:
-    """The text of a schema that a grammar holds to exactly, or more narrowly. Raises Failure naming the place in it."""
+    """A schema as JSON text that XGrammar enforces in full. What it allows is what `schema` allows, or less.
+
+    place  path of the schema in the request. Raises Failure with the path of what cannot be enforced.
+    """
     text = json.dumps(schema, separators=(",", ":"))
     if len(text) > MAX_BYTES:
         raise wrong(f"'{place}' has {len(text)} bytes, at most {MAX_BYTES} are taken", place, "schema_too_large")
@@ -54,20 +59,23 @@ class _Check:
     def __init__(self, root: dict[str, Any], place: str) -> None:
         self._root = root
         self._place = place
-        self._sound: set[str] = set()  # references that come to an end
+        self._resolved: set[str] = set()  # references that lead to a schema other than a reference
 
     def schema(self, given: Any, place: str, way: tuple[str, ...]) -> Any:
-        """The schema with its type written out. `way` holds the references on the way to it since the last value."""
+        """A schema without the keywords that restrict nothing, and with its type written out where keywords imply it.
+
+        way  references that led here without passing a property or an item; one that occurs twice has no end
+        """
         if given is True:
             return True
         if not isinstance(given, dict):
-            raise _bad(place, "Input should be a schema, which is an object")
+            raise _invalid(place, "Input should be a schema, which is an object")
         if place.count(".") > self._place.count(".") + 2 * MAX_DEPTH:
-            raise _bad(place, f"the schema is nested more than {MAX_DEPTH} deep", "schema_too_large")
+            raise _invalid(place, f"the schema is nested more than {MAX_DEPTH} deep", code="schema_too_large")
         out = {name: value for name, value in given.items() if name not in _NOTES}
         for name in _REFUSED:
             if name in out and not (name == "uniqueItems" and out.pop(name) is False):
-                raise _bad(f"{place}.{name}", "no answer can be held to this keyword")
+                raise _invalid(f"{place}.{name}", "guided decoding cannot enforce this keyword")
         for name in ("$defs", "definitions"):
             if name in given:
                 out[name] = self._each(given[name], f"{place}.{name}", ())
@@ -82,31 +90,31 @@ class _Check:
 
     def _each(self, given: Any, place: str, way: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(given, dict):
-            raise _bad(place, "Input should be an object")
+            raise _invalid(place, "Input should be an object")
         return {name: self.schema(one, f"{place}.{name}", way) for name, one in given.items()}
 
-    def _alone(self, out: dict[str, Any], name: str, place: str) -> None:
-        """Raises Failure for other keywords that say something of the value: a grammar would drop them."""
+    def _require_alone(self, out: dict[str, Any], name: str, place: str) -> None:
+        """Raises Failure for keywords besides `name` that restrict the value: XGrammar drops them."""
         others = [one for one in out if one != name and one not in _NOTES and (one in _OF or one in _KEYWORDS)]
         if others:
-            raise _bad(f"{place}.{others[0]}", f"no answer can be held to it beside '{name}'")
+            raise _invalid(f"{place}.{others[0]}", f"guided decoding cannot enforce it beside '{name}'")
 
     def _reference(self, out: dict[str, Any], place: str, way: tuple[str, ...]) -> dict[str, Any]:
-        self._alone(out, "$ref", place)
+        self._require_alone(out, "$ref", place)
         name = out["$ref"]
         if not isinstance(name, str) or self._find(name) is None:
-            raise _bad(f"{place}.$ref", "it names nothing in the schema; references are to '#' or '#/...'")
+            raise _invalid(f"{place}.$ref", "it names nothing in the schema; references are to '#' or '#/...'")
         if name in way:
-            raise _bad(f"{place}.$ref", "it refers to itself, and to no value")
-        if name not in self._sound:
+            raise _invalid(f"{place}.$ref", "it refers to itself, and never to a value")
+        if name not in self._resolved:
             found = self._find(name) or {}
             same = {one: value for one, value in found.items() if one in (*_CHOICES, "$ref")}
             self.schema(same, ".".join((self._place, *name.split("/")[1:])), (*way, name))
-            self._sound.add(name)
+            self._resolved.add(name)
         return out
 
     def _find(self, name: str) -> Any:
-        """What a reference names; None for nothing."""
+        """The schema that a reference names; None where there is none."""
         if name != "#" and not name.startswith("#/"):
             return None
         found: Any = self._root
@@ -118,19 +126,20 @@ class _Check:
         return found if isinstance(found, dict) else None
 
     def _choice(self, out: dict[str, Any], name: str, place: str, way: tuple[str, ...]) -> dict[str, Any]:
-        self._alone(out, name, place)
+        self._require_alone(out, name, place)
         given = out[name]
         if not isinstance(given, list) or not given:
-            raise _bad(f"{place}.{name}", "Input should be a list of schemas")
+            raise _invalid(f"{place}.{name}", "Input should be a list of schemas")
         if name == "allOf" and len(given) > 1:
-            raise _bad(f"{place}.allOf", "no answer can be held to several schemas at once: write them as one")
+            raise _invalid(f"{place}.allOf", "guided decoding cannot enforce several schemas at once: merge them")
         out[name] = [self.schema(one, f"{place}.{name}.{at}", way) for at, one in enumerate(given)]
         if name == "oneOf" and not self._disjoint(given):
-            raise _bad(f"{place}.oneOf", "it is not certain that no value is of two of them: use anyOf, or other types")
+            raise _invalid(f"{place}.oneOf", "a value may match two of its schemas: use anyOf or other types")
         return out
 
     def _disjoint(self, schemas: list[Any]) -> bool:
-        """Whether the types differ, or all are objects with one required property whose constants differ."""
+        """Whether no value can match two of the schemas: types differ, or all are objects with a required property
+        whose `const` differs."""
         if not all(isinstance(one, dict) for one in schemas):
             return False
         while any("$ref" in one for one in schemas):
@@ -151,28 +160,28 @@ class _Check:
         name = "enum" if "enum" in out else "const"
         kinds = _kinds(out, place)
         out.pop("type", None)
-        self._alone(out, name, place)
+        self._require_alone(out, name, place)
         values = out["enum"] if name == "enum" else [out["const"]]
         if not isinstance(values, list) or not values:
-            raise _bad(f"{place}.enum", "Input should be a list of values")
+            raise _invalid(f"{place}.enum", "Input should be a list of values")
         if kinds is not None and not all(_is(value, kinds) for value in values):
-            raise _bad(f"{place}.{name}", f"its values are not all of the type {json.dumps(kinds)[:100]}")
+            raise _invalid(f"{place}.{name}", f"its values are not all of the type {json.dumps(kinds)[:100]}")
         return out
 
     def _typed(self, out: dict[str, Any], place: str) -> dict[str, Any]:
         named = _kinds(out, place)
         about = {_OF[name]: name for name in out if name in _OF}
         if named is None and about:
-            # Of several types it may be, a keyword without a type is held to in the type that it is about.
+            # XGrammar enforces a keyword where the schema names the type that the keyword restricts.
             if len(about) > 1:
-                raise _bad(f"{place}.type", "it is missing, and the other keywords are about several types")
+                raise _invalid(f"{place}.type", "it is missing, and the other keywords restrict several types")
             named = [*about]
             out["type"] = named[0]
         if named is None:
             return out
         for kind, name in about.items():
             if kind not in named and not (kind == "number" and "integer" in named):
-                raise _bad(f"{place}.{name}", f"it is about {kind}s, which the type leaves out")
+                raise _invalid(f"{place}.{name}", f"it restricts {kind}s, which the type does not allow")
         for name in _COUNTS:
             if name in out:
                 _check_count(out[name], f"{place}.{name}")
@@ -197,22 +206,22 @@ class _Check:
             name for name in _BOUNDS["object"] if name in out and (name, out[name]) != ("additionalProperties", False)
         ]
         if ("patternProperties" in out or "propertyNames" in out) and len(given) > 1:
-            raise _bad(f"{place}.{given[1]}", f"no answer can be held to it beside '{given[0]}'")
+            raise _invalid(f"{place}.{given[1]}", f"guided decoding cannot enforce it beside '{given[0]}'")
         if "propertyNames" in out:
             out["propertyNames"] = self.schema(out["propertyNames"], f"{place}.propertyNames", ())
         properties = out.get("properties", {})
         if not properties and "patternProperties" not in out and "propertyNames" not in out:
-            # XGrammar leaves additional properties out, which holds to a schema that names some.
+            # Otherwise XGrammar allows no properties but the named ones, which is narrower than the schema.
             out.setdefault("additionalProperties", True)
         required = out.get("required", [])
         if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            raise _bad(f"{place}.required", "Input should be a list of names")
+            raise _invalid(f"{place}.required", "Input should be a list of names")
         missing = next((one for one in required if one not in properties), None)
         if missing is not None:
-            raise _bad(f"{place}.required", f"'{missing[:100]}' is not in properties")
+            raise _invalid(f"{place}.required", f"'{missing[:100]}' is not in properties")
         for name in ("minProperties", "maxProperties"):
             if name in out and (properties or out[name] == 0):
-                raise _bad(f"{place}.{name}", "no answer can be held to it beside 'properties'")
+                raise _invalid(f"{place}.{name}", "guided decoding cannot enforce it beside 'properties'")
 
     def _array(self, out: dict[str, Any], place: str) -> None:
         if "items" in out and out["items"] is not False:
@@ -220,7 +229,7 @@ class _Check:
         if "prefixItems" in out:
             given = out["prefixItems"]
             if not isinstance(given, list) or not given:
-                raise _bad(f"{place}.prefixItems", "Input should be a list of schemas")
+                raise _invalid(f"{place}.prefixItems", "Input should be a list of schemas")
             out["prefixItems"] = [self.schema(one, f"{place}.prefixItems.{at}", ()) for at, one in enumerate(given)]
         else:
             out.setdefault("items", True)
@@ -228,27 +237,30 @@ class _Check:
     def _string(self, out: dict[str, Any], place: str) -> None:
         chosen = [name for name in _BOUNDS["string"] if name in out]
         if ("pattern" in out or "format" in out) and len(chosen) > 1:
-            raise _bad(f"{place}.{chosen[1]}", f"no answer can be held to it beside '{chosen[0]}'")
+            raise _invalid(f"{place}.{chosen[1]}", f"guided decoding cannot enforce it beside '{chosen[0]}'")
         if "format" in out and out["format"] not in _FORMATS:
-            del out["format"]  # a note, as for JSON Schema's validators
+            del out["format"]  # validators of JSON Schema ignore it too
         if "pattern" in out and not isinstance(out["pattern"], str):
-            raise _bad(f"{place}.pattern", "Input should be a regular expression")
+            raise _invalid(f"{place}.pattern", "Input should be a regular expression")
         least, most = out.pop("minLength", 0), out.pop("maxLength", "")
         if least or most != "":
-            # XGrammar's own strings of bounded length hold control characters, which no JSON text may.
+            # XGrammar's own strings of bounded length may contain control characters, which JSON forbids.
             out["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
 
     def _number(self, out: dict[str, Any], place: str, kinds: list[str]) -> None:
         for name in _BOUNDS["number"]:
             if name in out and not _is(out[name], "number"):
-                raise _bad(f"{place}.{name}", "Input should be a number")
+                raise _invalid(f"{place}.{name}", "Input should be a number")
         if "multipleOf" in out:
             if sum(name in out for name in _BOUNDS["number"]) > 1:
-                raise _bad(f"{place}.multipleOf", "no answer can be held to it beside another bound")
+                raise _invalid(f"{place}.multipleOf", "guided decoding cannot enforce it beside another bound")
             if "number" in kinds or not 1 <= out["multipleOf"] <= MAX_COUNT or out["multipleOf"] % 1:
-                raise _bad(f"{place}.multipleOf", f"it is for type 'integer' alone, a whole number up to {MAX_COUNT}")
+                raise _invalid(
+                    f"{place}.multipleOf", f"it must be a whole number up to {MAX_COUNT}, beside the type 'integer'"
+                )
 
 
+_invalid = functools.partial(invalid, code="invalid_schema")
 _KEYWORDS = (*_CHOICES, "enum", "const", "type", "$ref")
 
 
@@ -259,7 +271,7 @@ def _kinds(out: dict[str, Any], place: str) -> list[str] | None:
     if named is None:
         return None
     if not isinstance(named, list) or not named or not all(isinstance(one, str) and one in _TYPES for one in named):
-        raise _bad(f"{place}.type", f"Input should be of {', '.join(_TYPES)}")
+        raise _invalid(f"{place}.type", f"Input should be of {', '.join(_TYPES)}")
     return named
 
 
@@ -273,12 +285,6 @@ def _is(value: Any, kinds: Any) -> bool:
 
 def _check_count(value: Any, place: str) -> None:
     if not _is(value, "integer") or value < 0:
-        raise _bad(place, "Input should be a whole number, 0 or more")
+        raise _invalid(place, "Input should be a whole number, 0 or more")
     if value > MAX_COUNT:
-        raise _bad(place, f"at most {MAX_COUNT} is taken", "schema_too_large")
-
-
-def _bad(place: str, why: str, code: str = "invalid_schema") -> Failure:
-    # A place in a schema is as long as its names are.
-    place = place if len(place) <= 300 else f"{place[:300]}..."
-    return wrong(f"'{place}': {why}", place, code)
+        raise _invalid(place, f"at most {MAX_COUNT} is taken", code="schema_too_large")

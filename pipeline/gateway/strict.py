@@ -1,4 +1,4 @@
-"""Base of the parts of a request's body."""
+"""Base class of the models of a request's body."""
 
 from __future__ import annotations
 

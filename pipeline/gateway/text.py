@@ -65,7 +65,7 @@ class Text:
         settings: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The text of a chat. `settings` are variables of the template, `tools` what the answer may call.
+        """The text of a chat. `settings` are variables of the template, `tools` functions that the answer may call.
 
         Raises Failure without a chat template, or when the template refuses the messages.
         """
@@ -97,7 +97,7 @@ class Text:
 
 
 class _Showing:
-    """A detokenizer that leaves out the `hidden` special tokens alone."""
+    """A detokenizer that leaves out the special tokens in `hidden` and writes the others."""
 
     def __init__(self, tokenizer: Any, hidden: frozenset[int]) -> None:
         self._inner = shared().Detokenizer(tokenizer, False)

@@ -1,7 +1,7 @@
-"""Traces of requests: a span for each, sent to an OpenTelemetry collector by OTLP over HTTP.
+"""Traces of requests: a span for each request, sent to an OpenTelemetry collector by OTLP over HTTP.
 
-OpenTelemetry is an extra, and is imported only where traces are on. Its own environment variables hold for all that
-has no option here: the sampler, headers and certificates of the collector, the service's name, the size of batches.
+OpenTelemetry is an extra, and is imported only when traces are on. Its own environment variables set what has no option
+here: the sampler, headers and certificates for the collector, the service's name, the size of batches.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trtpipe.engines.extras import install_command
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from trtpipe.pipeline.gateway.answers import Choice, Order
+    from trtpipe.pipeline.gateway.choices import Choice, Order
 
 # Key of the span in a request's scope.
 SPAN = "trtpipe.span"
 SERVICE = "trtpipe-gateway"
 PATH = "/v1/traces"
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-# Time that the last spans of a worker have to reach a collector.
+# Most seconds that the end of a worker waits for its last spans to be sent.
 FLUSH_SECONDS = 2.0
-# Outputs of an engine model with the times of a request on the engine's clock, and the input that asks for them.
+# Outputs of an engine model: times of a request in ns, on the engine's clock. The input asks the engine for them.
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-ASK_TIMES = "return_perf_metrics"
+TIMES_INPUT = "return_perf_metrics"
 
 _INT64 = struct.Struct("<q")
 
@@ -41,9 +41,9 @@ _INT64 = struct.Struct("<q")
 def traces_url(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The URL that traces are sent to; None where they are off.
 
-    endpoint  base URL of a collector, such as http://localhost:4318; without it OpenTelemetry's variables are asked
+    endpoint  base URL of a collector, such as http://localhost:4318; None to read OpenTelemetry's variables
 
-    Raises UsageError for what is no such URL and for another protocol, HostError where OpenTelemetry is not installed.
+    Raises UsageError for an invalid URL and for another protocol, HostError where OpenTelemetry is not installed.
     """
 
     def variable(name: str) -> str:
@@ -70,12 +70,12 @@ def traces_url(endpoint: str | None, environment: Mapping[str, str] = os.environ
     name = next((one for one in ("TRACES_PROTOCOL", "PROTOCOL") if variable(f"EXPORTER_OTLP_{one}")), None)
     if name is not None and variable(f"EXPORTER_OTLP_{name}") != "http/protobuf":
         raise UsageError(
-            f"OTEL_EXPORTER_OTLP_{name} is {variable(f'EXPORTER_OTLP_{name}')}, and traces are sent by http/protobuf",
+            f"OTEL_EXPORTER_OTLP_{name} is {variable(f'EXPORTER_OTLP_{name}')}, but traces are sent by http/protobuf",
             remedy="unset it, and give the collector's HTTP port, which is 4318 unless it was changed",
         )
     if not _installed():
         raise HostError(
-            "traces are on, and OpenTelemetry is not installed",
+            "traces are on, but OpenTelemetry is not installed",
             why=f"{given} is given",
             remedy=f"run `{install_command('traces')}`, or set OTEL_SDK_DISABLED=true",
         )
@@ -90,7 +90,7 @@ def _installed() -> bool:
 
 
 class Traces:
-    """The spans of one worker, on their way to the collector at `url`."""
+    """Creates the spans of one worker, and sends them in batches to the collector at `url`."""
 
     def __init__(self, url: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -99,7 +99,7 @@ class Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         resource = Resource.create({"service.name": SERVICE, "service.version": __version__})
-        # The user's own names have the last word.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our values.
         self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
@@ -108,7 +108,10 @@ class Traces:
         self._tracer = self._provider.get_tracer("trtpipe", __version__)
 
     def begin(self, scope: Scope) -> RequestSpan | None:
-        """The span of a request, a child of the client's own if it sent one; None for one that is not sampled."""
+        """Begin the span of a request; None for a request that is not sampled.
+
+        The span is a child of the client's span if the request has a `traceparent`.
+        """
         from opentelemetry import propagate
         from opentelemetry.trace import SpanKind
 
@@ -128,17 +131,17 @@ class Traces:
         return RequestSpan(span, operation) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left, unless the collector takes too long."""
+        """Send the spans that are left; give up after FLUSH_SECONDS."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_SECONDS)
         if ending.is_alive():
-            self._exporter.shutdown()  # it would go on trying
+            self._exporter.shutdown()  # ends its retries
             ending.join(FLUSH_SECONDS)
 
 
-class Traced:
-    """ASGI middleware: a span for each request for an answer."""
+class TraceMiddleware:
+    """ASGI middleware that puts a span into the scope of each request of the routes in OPERATIONS."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
         self._app = app
@@ -165,8 +168,8 @@ class Traced:
 class RequestSpan:
     """Span of one request.
 
-    status    HTTP status of the answer; 500 until there is one, 499 where the client left
-    metadata  headers of a gRPC call that make the server's spans children of this one
+    status    HTTP status of the answer; 500 until it is known, 499 where the client left
+    metadata  headers for the gRPC call to tritonserver, which make its spans children of this one
     """
 
     def __init__(self, span: Any, operation: str) -> None:
@@ -181,7 +184,7 @@ class RequestSpan:
         self._operation = operation
 
     def prepared(self, order: Order) -> None:
-        """Note what is asked for, once it is known in tokens."""
+        """Record the request's parameters and prompt lengths, once its prompts are tokens."""
         self._span.update_name(f"{self._operation} {order.model}")
         self._span.set_attributes(
             {
@@ -198,7 +201,7 @@ class RequestSpan:
         self._span.add_event("first token")
 
     def answered(self, choices: list[Choice], status: int) -> None:
-        """Note the answer: how long it is, why it ended, and when the engine worked on it."""
+        """Record the answer's tokens, finish reasons and HTTP status, and the engine's times."""
         self.status = status
         self._span.set_attributes(
             {
@@ -212,7 +215,7 @@ class RequestSpan:
             for name, begin, seconds in engine_phases(choice.generation.last, end):
                 self._span.add_event(name, {"choice": choice.index, "seconds": seconds}, begin)
                 longest[name] = max(longest.get(name, 0.0), seconds)
-        # The names that vLLM and TensorRT-LLM give them in their own spans.
+        # The longest of the choices, under the names that vLLM and TensorRT-LLM use in their own spans.
         self._span.set_attributes({LATENCIES[name]: seconds for name, seconds in longest.items()})
 
     def end(self) -> None:
@@ -233,11 +236,13 @@ LATENCIES = {
 
 
 def engine_phases(outputs: Mapping[str, bytes], end: int) -> list[tuple[str, int, float]]:
-    """(name, begin, seconds) of the engine's phases of a request, from TIMES among the outputs of its last response.
+    """(name, begin in ns, seconds) of the phases of a request in the engine.
 
-    end  when the last token came, nanoseconds. The engine's clock may be another machine's: only its differences count
+    outputs  outputs of the request's last response, with TIMES; without all of them no phase is known
+    end      when the last token came, in ns of this machine's clock. The engine may run on another machine, so only
+             differences of its times are used
 
-    A time of 0 is not known, nor are the phases on both sides of it.
+    A time of 0 means unknown: the phases before and after it are left out.
     """
     if not outputs.keys() >= set(TIMES):
         return []

@@ -110,6 +110,10 @@ FAMILIES = (
         "nv_trt_llm_disaggregated_serving_metrics", "counter", "ms, requests", "disaggregated_serving_type",
         "kv_cache_transfer_ms", "request_count",
     ),
+    Family(
+        name="trtpipe_speculation", kind="gauge", unit="steps, tokens", source="trtpipe", label="speculation_type",
+        values=("decode_steps", "draft_tokens", "accepted_draft_tokens"), option="build.speculative_decoding_mode",
+    ),
     _engine(
         "nv_llm_input_token_len", "histogram", "tokens", "response_metric_type", "total_input_tokens", reference=True
     ),
@@ -123,6 +127,7 @@ REQUESTS = "nv_trt_llm_request_metrics"
 KV_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 BATCHER = "nv_trt_llm_inflight_batcher_metrics"
 GENERAL = "nv_trt_llm_general_metrics"
+SPECULATION = "trtpipe_speculation"
 INPUT_TOKENS, OUTPUT_TOKENS = "nv_llm_input_token_len", "nv_llm_output_token_len"
 ENGINE = (REQUESTS, KV_BLOCKS, INPUT_TOKENS, OUTPUT_TOKENS)
 
@@ -134,7 +139,11 @@ MAX_LINE = 16 << 10
 
 Labels = tuple[tuple[str, str], ...]
 # Published as gauges, although they only grow until the server restarts.
-GROWING = {(KV_BLOCKS, ("kv_cache_block_type", "reused")), (GENERAL, ("general_type", "iteration_counter"))}
+GROWING = {
+    (KV_BLOCKS, ("kv_cache_block_type", "reused")),
+    (GENERAL, ("general_type", "iteration_counter")),
+    *((SPECULATION, ("speculation_type", kind)) for kind in KNOWN[SPECULATION].values),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +331,10 @@ class EngineFigures:
     kv_reused_per_s: float | None
     # Share of the interval's prompt tokens that was found in the cache.
     kv_reuse_share: float | None
+    # Of the interval: tokens of a request in a step after its first token, and the share of draft tokens that were
+    # accepted. None without speculation.
+    tokens_per_step: float | None = None
+    draft_acceptance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,6 +413,11 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
     tokens_per_block = max(sizes, default=None)
     reused = change.increase(KV_BLOCKS, model=model, kv_cache_block_type="reused")
     prompt = change.increase(INPUT_TOKENS, "sum", model=model)
+
+    def drafts(kind: str) -> float | None:
+        return change.increase(SPECULATION, model=model, speculation_type=kind)
+
+    gained = _ratio(drafts("accepted_draft_tokens"), drafts("decode_steps"))
     share = _ratio(None if reused is None else _scaled(tokens_per_block, reused), prompt)
     return EngineFigures(
         model=model,
@@ -424,6 +442,8 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
         kv_reused_per_s=_ratio(reused, change.seconds),
         # Prompts are counted when a request ends, blocks when it begins, so a short interval can show a share above 1.
         kv_reuse_share=None if share is None else min(1.0, share),
+        tokens_per_step=None if gained is None else 1 + gained,
+        draft_acceptance=_ratio(drafts("accepted_draft_tokens"), drafts("draft_tokens")),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trtpipe.configs import facts
-from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.errors import InputDataError, suggestion
 from trtpipe.engines.quantization import QuantRecipe, resolve_precision
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.planner.demand import SEED, closed_loop
@@ -71,7 +71,7 @@ class Figure:
 
 
 def read(file: Path) -> list[Figure]:
-    """Figures of a CSV file with the columns above, of which the first four are needed. Raises UsageError."""
+    """Figures of a CSV file with the columns above, of which the first four are needed. Raises InputDataError."""
     fields = {field.name: field for field in dataclasses.fields(Figure)}
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
@@ -79,15 +79,20 @@ def read(file: Path) -> list[Figure]:
             columns = table.fieldnames or []
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{file} cannot be read as a CSV table", why=str(error)) from None
+        why = getattr(error, "strerror", None) or str(error)
+        raise InputDataError(
+            f"{file} cannot be read as a CSV table", why=why, remedy="give a CSV file of measured runs"
+        ) from None
     for column in columns:
         if column not in fields:
-            raise UsageError(f"{file}: the column '{column}' is not known", remedy=suggestion(column, list(fields)))
+            raise InputDataError(f"{file}: the column '{column}' is not known", remedy=suggestion(column, list(fields)))
     for name in ("gpu", "model", "input_tokens", "output_tokens"):
         if name not in columns:
-            raise UsageError(f"{file} has no column {name}", remedy="give gpu, model, input_tokens and output_tokens")
+            raise InputDataError(
+                f"{file} has no column {name}", remedy="give gpu, model, input_tokens and output_tokens"
+            )
     if not set(columns) & QUANTITIES.keys():
-        raise UsageError(f"{file} has no measured quantity", remedy=f"give one of {', '.join(QUANTITIES)}")
+        raise InputDataError(f"{file} has no measured quantity", remedy=f"give one of {', '.join(QUANTITIES)}")
     return [_figure(row, f"{file}, line {line}", fields) for line, row in enumerate(rows, 2)]
 
 
@@ -95,21 +100,21 @@ def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Figure:
     given: dict[str, Any] = {}
     for name, text in row.items():
         if name is None or text is None:
-            raise UsageError(f"{where} has not as many cells as the head")
+            raise InputDataError(f"{where} has not as many cells as the head", remedy="give each column a cell")
         if not text.strip():
             continue
         kind = float if "float" in str(fields[name].type) else int if "int" in str(fields[name].type) else str
         try:
             given[name] = kind(text.strip())
         except ValueError:
-            raise UsageError(f"{where}: {name} is '{text[:60]}'", remedy="give a number") from None
+            raise InputDataError(f"{where}: {name} is '{text[:60]}'", remedy="give a number") from None
         if kind is not str and not 0 < given[name] < 1e12:
-            raise UsageError(f"{where}: {name} is {given[name]:g}", remedy="give a positive number")
+            raise InputDataError(f"{where}: {name} is {given[name]:g}", remedy="give a positive number")
     missing = [name for name in ("gpu", "model", "input_tokens", "output_tokens") if name not in given]
     if missing:
-        raise UsageError(f"{where} has no {missing[0]}")
+        raise InputDataError(f"{where} has no {missing[0]}", remedy="fill the cell")
     if given.get("clients", "spread") not in CLIENTS:
-        raise UsageError(f"{where}: clients is '{given['clients'][:60]}'", remedy=f"give {' or '.join(CLIENTS)}")
+        raise InputDataError(f"{where}: clients is '{given['clients'][:60]}'", remedy=f"give {' or '.join(CLIENTS)}")
     return Figure(**given)
 
 

@@ -32,7 +32,11 @@ KEEPS_UP = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A way to serve a model: `tp` GPUs of one kind in one precision, with the sizes that its engine is built for."""
+    """A way to serve a model: `tp` GPUs of one kind in one precision, with the sizes that its engine is built for.
+
+    drafts      draft tokens of each sequence in a step
+    acceptance  share of them that is accepted; each saves a step of its sequence
+    """
 
     model: ModelConfig
     gpu: GpuSpec
@@ -43,6 +47,8 @@ class Option:
     cost: StepCost
     chunked: bool = True
     window: int | None = None
+    drafts: int = 0
+    acceptance: float = 0.0
 
     @classmethod
     def make(
@@ -84,7 +90,16 @@ class Option:
     def seconds(self, step: Step) -> float:
         if self.window is not None:
             step = step._replace(cached=min(step.cached, self.window * step.decoding))
-        return float(self.cost.seconds(step))
+        seconds = float(self.cost.seconds(step))
+        if not self.drafts or not step.decoding:
+            return seconds
+        # A simulated step gives each sequence one token. One with drafts gives it several, and computes each draft as
+        # another sequence of the batch; what prompts add to the step is the same.
+        n, rows = step.decoding, 1 + self.drafts
+        plain = step._replace(context=0, work=0, logits=n)
+        guessed = plain._replace(decoding=n * rows, logits=n * rows)
+        per_token = float(self.cost.seconds(guessed)) / (1 + self.drafts * self.acceptance)
+        return seconds - float(self.cost.seconds(plain)) + per_token
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""

@@ -6,6 +6,8 @@ weights, cache    other quantization recipes that the GPU supports
 chunked context   without it a prompt is computed in one step, for which decoding sequences wait
 KV reuse          half of the requests find half of their prompt in the cache
 streaming window  attention over the last 1024 tokens and the first few
+speculation       draft tokens of prompt lookup, which cost nothing to make, at a given share of them that is accepted
+host's memory     KV cache that the GPU has no room for comes back over PCIe, instead of being computed again
 multi-block       without it few multiprocessors read a sequence's cache, which matters at small batches
 """
 
@@ -29,6 +31,12 @@ from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.predict import Option, quantization
 
 WINDOW = 1024
+# Draft tokens of a step, and the share of them that is accepted where none has been measured.
+DRAFTS, ACCEPTANCE = 4, 0.5
+# KV cache in the host's memory, in GiB.
+HOST_GIB = 64
+# Share of PCIe's data-sheet rate that a copy from the host's memory reaches: 55.5 of 64 GB/s on an H200, by `probe`.
+HOST_SHARE = 0.87
 # Thread blocks that keep a GPU's memory busy: about one per multiprocessor, of which data-centre cards have a hundred.
 BLOCKS = 100
 
@@ -53,8 +61,18 @@ class WhatIf:
         return vars(self)
 
 
-def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
-    """All changes, in the order above."""
+def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) -> list[WhatIf]:
+    """All changes, in the order above. `acceptance` is a measured share of draft tokens that is accepted.
+
+    Raises UsageError for a share that is none.
+    """
+    if acceptance is not None and not 0 <= acceptance <= 1:
+        raise UsageError(
+            f"an acceptance rate of {acceptance:g} is not possible",
+            why="it is a share of the draft tokens",
+            remedy="give a number from 0 to 1, as `trtpipe bench` measures it",
+        )
+    share = ACCEPTANCE if acceptance is None else acceptance
     lengths = demand.lengths()
     now = _figures(option, demand)
 
@@ -88,6 +106,13 @@ def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
             f"a sequence holds {min(WINDOW, lengths.mean)} tokens instead of {lengths.mean}; what the model forgets is "
             "not in these figures",
         ),
+        against(
+            f"prompt lookup of {DRAFTS} draft tokens",
+            lambda: (replace(option, drafts=DRAFTS, acceptance=share), demand),
+            f"{1 + DRAFTS * share:.1f} tokens a step: {'an assumed' if acceptance is None else 'the given'} "
+            f"{100 * share:.0f} % of the drafts are accepted",
+        ),
+        in_host_memory(option, lengths, now),
         unsplit(option, demand, now[1]),
     ]  # fmt: skip
 
@@ -106,6 +131,25 @@ def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, flo
         tokens_per_s=(now[2], 1 / again),
         said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
         f"each token that is kept, {operations / (counts.token_bytes * counts.tp):.3g} for each byte of cache",
+    )  # fmt: skip
+
+
+def in_host_memory(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
+    """A prompt whose first half is in the host's memory: each GPU reads its part of the KV cache, instead of computing
+    those tokens."""
+    name = f"{HOST_GIB} GiB of KV cache in the host's memory"
+    speed, half = option.gpu.pcie_gbs, max(1, round(lengths.mean_input / 2))
+    if speed is None:
+        return WhatIf(name=name, said=f"the speed of {option.gpu.name}'s link to its host is not known")
+    cost, token = option.cost, option.memory.kv_token
+    kept = HOST_GIB * 2**30 // (token * option.tp)
+    loading = half * token / (speed * 1e9 * HOST_SHARE)
+    computing = float(cost.seconds(Step(context=half, decoding=0, cached=0, work=half**2 / 2, logits=0)))
+    saved = 1e3 * (computing - loading)
+    return WhatIf(
+        name=name, kv_tokens=(option.memory.kv_tokens, option.memory.kv_tokens + kept), ttft=(now[0], now[0] - saved),
+        said=f"{kept} tokens more are kept for reuse: a prompt whose first {half} tokens are among them reads them in "
+        f"{1e3 * loading:.1f} ms instead of computing them in {1e3 * computing:.1f}; no sequence gets longer",
     )  # fmt: skip
 
 

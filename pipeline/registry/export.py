@@ -33,7 +33,7 @@ from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.base import Progress
-from trtpipe.pipeline.store.folders import sync
+from trtpipe.pipeline.store.folders import require_replaceable, sync
 from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
@@ -58,12 +58,13 @@ def pack(
 ) -> Path:
     """Write the file `out`, or TARGET.tar in the folder `out`, from the run folder of `target`; return its path.
 
-    Raises UsageError, or InputDataError for a missing artefact.
+    Raises UsageError, also for a device or a pipe, or InputDataError for a missing artefact.
     """
     if out.is_dir():
         out = out / f"{target}.tar"
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
+    require_replaceable(out)
     index, made = describe(target, store, CARRIED, sign_key=sign_key)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0

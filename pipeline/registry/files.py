@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, nearest
 from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     Blob,
@@ -51,8 +51,9 @@ class FileRegistry:
         except ImportError as error:
             raise HostError(f"{scheme}:// is not installed", why=str(error), remedy=_remedy(scheme)) from None
         except ValueError as error:
-            known = ["oci", "hf", *fsspec.available_protocols()]
-            raise UsageError(f"{url}: {error}", remedy=suggestion(scheme, known)) from None
+            near = nearest(scheme, ["oci", "hf", *fsspec.available_protocols()])
+            meant = f"did you mean '{near[0]}'?" if near else "give oci://, hf://, s3:// or a folder"
+            raise UsageError(f"{url}: {error}", remedy=meant) from None
         except (OSError, TypeError, NotImplementedError) as error:
             raise HostError(f"{url} cannot be used", why=str(error), remedy="check its address") from None
         return FileRegistry(system, root, url)

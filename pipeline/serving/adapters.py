@@ -1,4 +1,4 @@
-"""Adapters of a running server: listed, added and removed in its own folder, into which gateway and engine look."""
+"""Lists, adds and removes LoRA adapters of a running server, in the folder that its gateway and engine read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.adapters import FOLDER, AdapterFolder, Placed, check_name
+from trtpipe.engines.adapters import FOLDER, AdapterFolder, InstalledAdapter, check_name
 from trtpipe.engines.checkpoint.config import parse_config
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.hf.adapter import WEIGHTS, lay_out, located_pairs, read_adapter, require_rank
@@ -25,13 +25,13 @@ from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
 
 def added_folder(server_folder: Path) -> Path:
-    """Folder with the files of the adapters that were added to a server. They stay until it is started again, since a
-    runtime may still read those of an adapter that was removed."""
+    """Folder of the files of adapters that were added to a running server. The files of a removed adapter stay there
+    until the server is started again, since a runtime may still read them."""
     return server_folder / "adapters"
 
 
 def keep_added(before: Path, after: Path, server_folder: Path) -> None:
-    """Link the adapters that were added to the model folder `before` into the one that takes its place."""
+    """Link the adapters that were added to the model folder `before` into `after`, the folder that replaces it."""
     added, new = added_folder(server_folder).resolve(), after / "1" / FOLDER
     if new.is_dir():
         for one in AdapterFolder(before / "1" / FOLDER).all():
@@ -40,7 +40,7 @@ def keep_added(before: Path, after: Path, server_folder: Path) -> None:
 
 
 def find(store: Store, server: Server, served: Served) -> AdapterFolder:
-    """The adapters of a served target. Raises UsageError for an engine that takes none."""
+    """The adapters of a served target. Raises UsageError for an engine that was built without LoRA."""
     if not (served.repository / ADAPTER_FOLDER).is_dir():
         raise UsageError(
             f"{served.name} takes no adapters",
@@ -52,13 +52,14 @@ def find(store: Store, server: Server, served: Served) -> AdapterFolder:
     return AdapterFolder(_server_folder(store, server) / "models" / served.model(ADAPTER_FOLDER))
 
 
-def add(store: Store, server: Server, served: Served, name: str, source: Path) -> Placed:
-    """Add the adapter in `source` as `name`; the next request can use it.
+def add(store: Store, server: Server, served: Served, name: str, source: Path) -> InstalledAdapter:
+    """Add the adapter in the folder `source` as `name`; the next request can use it.
 
-    Raises UsageError, or InputDataError for a folder that is no adapter of the model.
+    Raises UsageError for a name that is taken or invalid, a rank above the engine's and a runtime whose adapters are
+    fixed; InputDataError for a folder that is not an adapter of the model.
     """
     check_name(name)
-    there, passport = find(store, server, served), _changeable(server, served)
+    there, passport = find(store, server, served), _require_changeable(server, served)
     adapter = read_adapter(source)
     located_pairs(adapter, _model(served.repository / ENGINE_FOLDER, passport))
     require_rank(adapter, passport.build_config["max_lora_rank"])
@@ -67,7 +68,7 @@ def add(store: Store, server: Server, served: Served, name: str, source: Path) -
     added.mkdir(exist_ok=True)
     made = lay_out(adapter, name, Path(tempfile.mkdtemp(dir=added)))
     assert there.path is not None
-    with _alone(there.path):
+    with _locked(there.path):
         if there.find(name) is not None:
             raise UsageError(
                 f"{served.name} has an adapter '{name}' already",
@@ -80,25 +81,25 @@ def add(store: Store, server: Server, served: Served, name: str, source: Path) -
 
 
 def remove(store: Store, server: Server, served: Served, name: str) -> None:
-    """Remove an adapter: new requests cannot name it, and those that use it go on to their end. Raises UsageError."""
+    """Remove an adapter: new requests cannot use it, running ones keep it. Raises UsageError for an unknown name."""
     there = find(store, server, served)
-    _changeable(server, served)
+    _require_changeable(server, served)
     assert there.path is not None
-    with _alone(there.path):
+    with _locked(there.path):
         found = there.find(name)
         if found is None:
             known = [one.name for one in there.all()]
-            remedy = suggestion(name, known) if known else "it has none"
+            remedy = suggestion(name, known) if known else "add one with `trtpipe lora add`"
             raise UsageError(f"{served.name} has no adapter '{name}'", remedy=remedy)
         found.path.unlink()
 
 
-def _changeable(server: Server, served: Served) -> Passport:
-    """The engine's passport. Raises UsageError where a running server keeps its adapters."""
+def _require_changeable(server: Server, served: Served) -> Passport:
+    """The engine's passport. Raises UsageError for a runtime whose adapters are fixed while it runs."""
     passport = read_passport(served.repository / ENGINE_FOLDER)
     why = load_backend(passport.runtime).SAME_ADAPTERS
     if server.native:
-        why = "the runtime's own server is given them when it starts"
+        why = "the runtime's own server takes adapters only when it starts"
     if why:
         raise UsageError(
             f"the adapters of {served.name} cannot change while it is served", why=why,
@@ -126,8 +127,8 @@ def _link(link: Path, made: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, so that two commands do not add the same name."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the folder, so that two commands cannot add the same name."""
     file = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -136,6 +137,6 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def stored_bytes(adapter: Placed) -> int:
-    """Bytes of an adapter's matrices as it was saved."""
+def stored_bytes(adapter: InstalledAdapter) -> int:
+    """Bytes of the file with an adapter's matrices."""
     return (adapter.path / WEIGHTS).stat().st_size

@@ -23,6 +23,7 @@ from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
+from trtpipe.pipeline.serving.host_memory import require_host_memory
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
     LaunchOptions,
@@ -82,6 +83,7 @@ def launch(
         place = called(name, repository)
         compatibility.require_trusted(place, repository, store, allow_code=options.allow_model_code)
         require_sound(place, check_repository(repository), remedy=f"run `trtpipe check {place}` for all")
+        require_host_memory(place, repository)
     passport = passports[0]
     kind = choose_server(options.server, passport)
     check_container_options(options, kind)

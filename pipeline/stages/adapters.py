@@ -1,4 +1,4 @@
-"""Check of LoRA adapters against the model, and their files for the runtime."""
+"""Stage that checks LoRA adapters against the model and writes them as the runtime loads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from trtpipe.pipeline.store.digests import Digests, combined
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`arrays` says whether the runtime loads adapters from NumPy arrays."""
+    """Settings of the stage.
+
+    adapters  (name, folder that PEFT has saved) of each
+    most      highest rank that the engine takes
+    dtype     type of the model, which NumPy arrays must be able to hold
+    arrays    whether the runtime loads adapters from NumPy arrays
+    """
 
     adapters: tuple[tuple[str, Path], ...]
     most: int
@@ -72,7 +78,9 @@ class Adapters(Stage):
                 write_arrays(adapter, model, made)
             job.progress(done + 1, len(settings.adapters))
         if len(list(job.out.iterdir())) != len(settings.adapters):
-            raise InputDataError("two adapters have one number", remedy="give one of them another name")
+            raise InputDataError(
+                "two adapters have the same number", why="it is a hash of name and content", remedy="rename one of them"
+            )
         return {"adapters": [name for name, _ in settings.adapters]}
 
 

@@ -90,6 +90,7 @@ class Download(Stage):
         family_of(model).check_source(folder, model)
         spec.judge(model)
         spec.judge_adapters(model)
+        spec.judge_draft(model)
         # Files that a disk has already are linked into the store on the same disk, and copied to another.
         size, cache = sum(sizes.values()), folder if isinstance(source, FolderSource) else hub.cache()
         absent = sum(size for name, size in sizes.items() if not (folder / name).exists())

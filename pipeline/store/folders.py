@@ -46,10 +46,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Write several files, each atomically, once all of their content is on disk. Raises OSError."""
+    """Write several files, each atomically, once all of their content is on disk. Raises OSError, and UsageError as
+    `require_replaceable`."""
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     path = Path()
     try:
+        for path in texts:
+            require_replaceable(path)
         for path, text in texts.items():
             partial[path].write_text(text, encoding="utf-8")
             sync(partial[path])
@@ -63,6 +66,12 @@ def write_together(texts: Mapping[Path, str]) -> None:
                 left.unlink()
         # The error names the requested file, not the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises UsageError for a device, a pipe or a socket: renaming a file to its name would remove it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path} is not a regular file", remedy="give the name of a file")
 
 
 def sync(path: Path) -> None:

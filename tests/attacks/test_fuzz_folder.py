@@ -21,6 +21,7 @@ from trtpipe.engines.checkpoint.convert import check_source, convert
 from trtpipe.engines.checkpoint.restore import differences
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.hf.adapter import located_pairs, read_adapter
+from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import read_stored
@@ -102,6 +103,16 @@ def test_damage_to_an_adapter_is_told_too(tmp_path: Path, rounds: int) -> None:
 
     # Half of the rest changes a number, or what an adapter was trained with.
     assert len(refused(folder, ("adapter_config.json", "adapter_model.safetensors"), rounds, look)) > rounds * 0.4
+
+
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["draft_model", "eagle3"])
+def test_damage_to_the_config_of_a_draft_model_is_told_too(tmp_path: Path, rounds: int, mode: str) -> None:
+    model = read_model_config(hf_folder(tmp_path / "hf", tokenizer=False, **SHAPES))
+    folder = hf_folder(tmp_path / "draft", tokenizer=False, **SHAPES)
+    refusals = refused(folder, ("config.json",), rounds, lambda: check_draft(folder, mode, model))
+    # Of a head, only the size of its vocabulary is known.
+    assert len(refusals) > rounds * (0.3 if mode == "draft_model" else 0.1)
 
 
 def refused(folder: Path, files: tuple[str, ...], rounds: int, look: Callable[[], object]) -> list[TrtpipeError]:

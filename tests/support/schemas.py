@@ -1,4 +1,4 @@
-"""Random JSON schemas of all the shapes that answers can be held to."""
+"""Random JSON schemas of all the shapes that guided decoding enforces."""
 
 from __future__ import annotations
 

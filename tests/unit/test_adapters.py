@@ -1,4 +1,4 @@
-"""Adapters through the stages: settings, what each runtime is given, and what is refused before anything is made."""
+"""LoRA adapters in the stages: settings, files for each runtime, and what is refused before a build."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trtpipe.engines import BACKENDS
 PACKAGES = ("pipeline", "engines", "triton_repo", "configs")
 # Lowest first. A room is a folder of pipeline/, or another package; `pipeline` are the modules in that folder itself.
 LAYERS = (
-    "engines", "configs", "triton_repo", "store net pages", "bench", "planner", "sources execution accuracy prove",
+    "engines", "configs", "triton_repo", "store net pages", "bench", "planner", "sources execution accuracy prove tune",
     "pipeline stages", "registry gateway", "serving cluster", "deploy", "api", "cli",
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms.split()}

@@ -57,8 +57,8 @@ def check_environment(model: Model, models: dict[str, Model], report: Report) ->
 
 
 def _check_adapters(folder: Path, report: Report) -> None:
-    """Check the folders of adapters: the C++ backend wants arrays in those whose name is a number, trtpipe's backend
-    what PEFT saves. A server does not start with one that lacks a file."""
+    """Check the subfolders of an adapter folder, whose names must be numbers. The C++ backend reads NumPy arrays in
+    them, trtpipe's backend PEFT's files; a server does not start with a subfolder that lacks a file."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             continue

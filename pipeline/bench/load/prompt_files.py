@@ -35,6 +35,12 @@ SAMPLING: dict[str, tuple[type, ...]] = {
     "ignore_eos": (bool,),
     "stop": (str, list),
 }
+_KINDS: dict[tuple[type, ...], str] = {
+    (int,): "a whole number",
+    (int, float): "a number",
+    (bool,): "true or false",
+    (str, list): "text or a list of texts",
+}
 PROMPTS = ("prompt", "text_input", "messages")
 LENGTHS = ("max_tokens", "output_tokens")
 # Limit of a file that is one JSON list: ShareGPT's own, which most benchmarks use, has 673 MB, and some 30 million of
@@ -67,8 +73,7 @@ def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeErr
         words = isinstance(value, list) and not all(isinstance(word, str) for word in value)
         endless = isinstance(value, float) and not math.isfinite(value)
         if type(value) not in SAMPLING[name] or words or endless:
-            kinds = " or ".join("a list of strings" if kind is list else kind.__name__ for kind in SAMPLING[name])
-            raise error(f"{where}: {name} is {shown(value)}, not {kinds}")
+            raise error(f"{where}: {name} is {shown(value)}, not {_KINDS[SAMPLING[name]]}")
 
 
 def read_prompts(file: Path) -> list[Entry]:

@@ -76,6 +76,10 @@ class Metric:
         """Statistics of it that a table shows: `points` of a distribution, the value of a rate."""
         return ("value",)
 
+    def shown(self, value: float) -> float:
+        """The value as tables show it: a share in percent."""
+        return value if self.unit else 100 * value
+
     def heading(self, statistic: str = "") -> str:
         """Heading of a column or a row of figures: "TTFT p99 ms", "tokens/s"."""
         return self.short or self.name.replace("_", " ")
@@ -432,8 +436,34 @@ _GOODPUT = (
         undefined="no window, or no objective",
     ),
 )
+# Of the server's own counters, where it speculates: `report.load_point_result` takes them from its metrics.
+SPECULATION = (
+    Metric(
+        name="tokens_per_step",
+        unit="tokens",
+        short="tokens/step",
+        better="higher",
+        tabled=True,
+        formula="1 + accepted draft tokens / steps of each request after its first token, over the load point",
+        undefined="the server does not speculate, has several engines that do, or its metrics were not read",
+    ),
+    Metric(
+        name="draft_acceptance_rate",
+        unit="",
+        short="drafts accepted %",
+        better="higher",
+        aliases=("acceptance",),
+        tabled=True,
+        formula="accepted draft tokens / draft tokens, over the load point",
+        undefined="no draft token within the load point, several engines, or the server's metrics were not read",
+    ),
+)
 # Every metric, in the order of reports and tables. To add one, add it here.
-METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT)
+METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT, *SPECULATION)
+
+
+# The one that tables of objectives have.
+REQUEST_GOODPUT = _GOODPUT[0]
 
 
 def distributions() -> list[Distribution]:

@@ -223,6 +223,7 @@ def load_point_result(
     if outcome is not None:
         metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}
         metrics["token_goodput"] = {"value": outcome.token_goodput, "interval": None}
+    metrics |= _speculation(server)
     return LoadPointResult(
         protocol=protocol,
         label=label,
@@ -251,6 +252,15 @@ def load_point_result(
         histograms=histograms(records),
         samples=samples,
     )
+
+
+def _speculation(server: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Metrics of speculation, of the one engine that has them."""
+    engines = [one for one in (server or {}).get("engines", ()) if one["tokens_per_step"] is not None]
+    if len(engines) != 1:
+        return {}
+    found = {"tokens_per_step": engines[0]["tokens_per_step"], "draft_acceptance_rate": engines[0]["draft_acceptance"]}
+    return {name: {"value": value, "interval": None} for name, value in found.items()}
 
 
 def _errors(records: Records) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Tool calls: checks of tools and of calls in the history, and parsers of the calls that models write as text."""
+"""Tool calls: check of the fields of a request that offer tools, and parsers of the calls that models write as text."""

@@ -1,17 +1,17 @@
-"""Format in which models write tool calls: what a format's module describes, and what its reader finds."""
+"""Base class of the formats in which models write tool calls, and the results of reading one."""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
 
-# Characters of a call that are kept until the call is complete, so that a broken one is still text of the answer. A
-# longer call is sent while it is made.
+# Most characters of an incomplete call that are held back. If such a call turns out not to be one, they become text of
+# the answer. A longer call is sent while the model writes it.
 HELD_CHARACTERS = 512
 
 
 @dataclass(frozen=True)
-class Whole:
+class CompleteCalls:
     """Complete calls, as (name, arguments as a JSON text), in the first `end` characters of a text."""
 
     calls: tuple[tuple[str, str], ...]
@@ -19,18 +19,18 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A call whose arguments begin at the position `start` of a text, and end in a later piece."""
+class OpenCall:
+    """An incomplete call of the function `name`, whose arguments begin at the position `start` of a text."""
 
     name: str
     start: int
 
 
-class Wrong:
+class NotACall:
     """The text is not a call."""
 
 
-Found = Whole | Begun | Wrong | None
+Found = CompleteCalls | OpenCall | NotACall | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class CallFormat:
 
     name       as clients of vLLM know it
     mark       text that begins calls wherever it stands in an answer; a model may write it as a special token
-    bare       text with which calls may begin at the start of an answer, without the mark; empty for none
+    bare       text that begins calls without a mark, at the start of an answer only; empty for none
     separator  text between two calls; empty where each call has its own mark
     close      text after the last call, which a model may leave out; empty for none
-    sign       text of chat templates that ask for this format; empty where none does
-    prefix     end of a prompt whose answer must be calls
-    short_ids  whether ids of calls are nine letters and digits, which Mistral's templates insist on
+    sign       text by which chat templates that ask for this format are recognised
+    prefix     text that is added to a prompt whose answer must be calls
+    short_ids  whether ids of calls are nine letters and digits, which Mistral's templates require
     """
 
     name: str
@@ -57,12 +57,12 @@ class CallFormat:
     short_ids: bool = False
 
     def read(self, text: str, names: frozenset[str], *, first: bool, held: int, final: bool) -> Found:
-        """What stands at the start of `text`, which is behind a mark or a separator; None when that shows only later.
+        """Read a call at the start of `text`, which follows a mark or a separator; None when more text is needed.
 
         names  functions that may be called
-        first  whether it would be the first call behind its mark
-        held   number of characters that a call may have before its beginning is reported; 0 where the engine is held
-               to calls, which thus are right
+        first  whether it would be the first call after its mark
+        held   most characters of an incomplete call before it is returned as OpenCall; 0 for an answer that guided
+               decoding holds to calls, which cannot turn out not to be one
         final  whether the answer has ended
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Fields of a request that let its answer call tools, checked."""
+"""Fields of a request that offer tools to the model: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trtpipe.pipeline.gateway.failure import wrong
-from trtpipe.pipeline.gateway.guides import Asked
+from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.strict import Strict
 from trtpipe.pipeline.gateway.tools import required
 from trtpipe.pipeline.gateway.tools.call_format import CallFormat
@@ -16,7 +16,7 @@ from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
 # OpenAI's limit.
 MAX_TOOLS = 128
-# Of a function without parameters, as chat templates take it.
+# Schema that chat templates get for a function without parameters.
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -55,8 +55,8 @@ class ToolFields(Strict):
     parallel_tool_calls: bool | None = None
 
     def offered(self) -> list[Tool]:
-        """The tools that the answer may call: none where the choice is none. Raises Failure for tools and choices that
-        contradict one another."""
+        """The tools that the model may call: none where `tool_choice` is "none". Raises Failure for two tools with one
+        name, parameters that are no object, and a choice that is not among the tools."""
         tools = self.tools or []
         names: set[str] = set()
         for number, tool in enumerate(tools):
@@ -74,10 +74,10 @@ class ToolFields(Strict):
             raise wrong("'tool_choice' is \"required\", and there are no 'tools'", "tool_choice")
         return [] if self.tool_choice == "none" else tools
 
-    def use(self, form: CallFormat) -> tuple[ToolUse, Asked | None]:
-        """How the answer may call the offered tools, and the form that it must have where it must call one.
+    def use(self, form: CallFormat) -> tuple[ToolUse, GuideRequest | None]:
+        """How the answer may call the offered tools, and the guide for an answer that must call one.
 
-        Raises Failure for parameters that no answer can be held to, where one must.
+        Raises Failure where a call is required and guided decoding cannot enforce the schema of a tool's parameters.
         """
         named = self.tool_choice.function.name if isinstance(self.tool_choice, ToolName) else None
         chosen = [
@@ -93,17 +93,17 @@ class ToolFields(Strict):
         if not must:
             return use, None
         schemas = {function.name: required.arguments(function.parameters, place) for place, function in chosen}
-        return use, Asked(required.guide(schemas, parallel=parallel), "tools")
+        return use, GuideRequest(required.guide(schemas, parallel=parallel), "tools")
 
 
 def find_format(name: str | None, template: str | None) -> CallFormat:
-    """The format of a model by its name, else as its chat template says. Raises Failure for an unknown one."""
+    """The format called `name`; for None the one that the chat template asks for. Raises Failure if it is unknown."""
     found = FORMATS[name] if name is not None else recognise(template or "")
     if found is None:
         known = ", ".join(FORMATS)
         raise wrong(
-            "'tools': it is not known how this model writes calls; whoever serves it can say so with --tool-format, "
-            f"one of {known}",
+            "'tools': the format of this model's tool calls is not known; the server's operator can give it with "
+            f"--tool-format, one of {known}",
             "tools",
             "unsupported_parameter",
         )

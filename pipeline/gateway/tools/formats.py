@@ -12,5 +12,5 @@ FORMATS: dict[str, CallFormat] = {one.name: one for one in (HERMES, LLAMA3_JSON,
 
 
 def recognise(template: str) -> CallFormat | None:
-    """The format that a chat template asks for, by a text that such templates have; None for an unknown one."""
+    """The format whose `sign` is in a chat template; None without one."""
     return next((one for one in FORMATS.values() if one.sign in template), None)

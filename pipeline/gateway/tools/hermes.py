@@ -1,4 +1,4 @@
-"""Calls of Hermes, Qwen 2.5 and Qwen 3: each a JSON object between <tool_call> and </tool_call>."""
+"""Tool calls of Hermes, Qwen 2.5 and Qwen 3: each is a JSON object between <tool_call> and </tool_call>."""
 
 from trtpipe.pipeline.gateway.tools.json_calls import JsonCalls
 

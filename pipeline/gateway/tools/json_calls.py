@@ -1,4 +1,4 @@
-"""Reader of calls that are JSON objects: {"name": NAME, "arguments": {...}}, as most formats have them."""
+"""Reader of tool calls that are JSON objects: {"name": NAME, "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.engines.json_input import parse_json
-from trtpipe.pipeline.gateway.tools.call_format import Begun, CallFormat, Found, Whole, Wrong
+from trtpipe.pipeline.gateway.tools.call_format import CallFormat, CompleteCalls, Found, NotACall, OpenCall
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
 
-# The usual order of the members, which a call must have that is reported before it is complete.
+# The usual order of the members. An incomplete call is only reported when it has this order.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII)
 
 
@@ -25,24 +25,24 @@ class JsonCalls(CallFormat):
         start = 0
         if first and self.opening:
             if not text.startswith(self.opening):
-                return None if not text and not final else Wrong()
+                return None if not text and not final else NotACall()
             start = len(text) - len(text[len(self.opening) :].lstrip())
         call = text[start:]
         if not call.startswith("{"):
-            return None if not call and not final else Wrong()
+            return None if not call and not final else NotACall()
         end = ValueEnd().find(call[:held])
         if end is not None:
             made = _call(call[:end], names)
-            return Whole((made,), start + end) if made else Wrong()
+            return CompleteCalls((made,), start + end) if made else NotACall()
         if len(call) > held:
             head = _HEAD.match(call[: held or None])
             if head and head[1] in names:
-                return Begun(head[1], start + head.end())
-        return Wrong() if final or (held and len(call) > held) else None
+                return OpenCall(head[1], start + head.end())
+        return NotACall() if final or (held and len(call) > held) else None
 
 
 def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
-    """Name and arguments of a complete call, None where the text is not one."""
+    """(name, arguments as JSON text) of a complete call; None where the text is not a call of one of `names`."""
     try:
         call = parse_json(text)
     except ValueError:
@@ -53,7 +53,7 @@ def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
     given: Any = call.get("arguments", call.get("parameters"))
     head = _HEAD.match(text)
     if isinstance(given, dict) and head is not None:
-        # As the model wrote them, which is what a longer call has too.
+        # The model's own text, as for a call that is sent while it is written.
         arguments = text[head.end() :]
         return name, arguments[: ValueEnd().find(arguments)]
     if isinstance(given, str):  # some models write them as a JSON text

@@ -1,4 +1,4 @@
-"""End of a JSON value in a text that comes in pieces."""
+"""Finder of the end of a JSON object or array in a text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OUTSIDE = re.compile(r'["{}\[\]]')
 
 
 class ValueEnd:
-    """Finds where an object or array ends, by its brackets and strings; whether it is valid JSON is not judged."""
+    """Finds the end of an object or array by counting brackets outside strings. It does not check that it is JSON."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -17,7 +17,7 @@ class ValueEnd:
         self._escaped = False  # the last piece ended with a backslash
 
     def find(self, piece: str) -> int | None:
-        """Position behind the value's last bracket in the next piece of the text, None where that is not in it."""
+        """Position in the next piece after the value's last bracket; None where the value does not end in it."""
         place = int(self._escaped and bool(piece))
         self._escaped = self._escaped and not piece
         while found := (_IN_STRING if self._string else _OUTSIDE).search(piece, place):

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1 to 3.3: the whole answer is a JSON object, at times behind <|python_tag|>; `;` between several."""
+"""Tool calls of Llama 3.1 to 3.3: JSON objects with `;` between them, sometimes after <|python_tag|>."""
 
 from trtpipe.pipeline.gateway.tools.json_calls import JsonCalls
 

@@ -1,4 +1,4 @@
-"""Calls of Mistral's models with a version 3 tokenizer: [TOOL_CALLS], then a JSON array of objects."""
+"""Tool calls of Mistral's models with a version 3 tokenizer: a JSON array of objects after [TOOL_CALLS]."""
 
 from trtpipe.pipeline.gateway.tools.json_calls import JsonCalls
 

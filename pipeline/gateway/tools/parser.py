@@ -1,7 +1,7 @@
-"""Parser of an answer with tool calls, which comes in pieces: text of the answer, and calls.
+"""Parser of an answer in pieces: divides it into text and tool calls.
 
-What is not a call stays text. How the answer is cut into pieces changes nothing: each decision depends on the text
-alone, and is put off until there is enough of it.
+Text that is not a valid call stays text of the answer. The result does not depend on how the answer is cut into pieces:
+the parser waits until it has enough text for each decision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtpipe.pipeline.gateway.tools.call_format import HELD_CHARACTERS, Begun, CallFormat, Whole, Wrong
+from trtpipe.pipeline.gateway.tools.call_format import HELD_CHARACTERS, CallFormat, CompleteCalls, NotACall, OpenCall
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
 from trtpipe.pipeline.gateway.tools.mistral import MISTRAL
@@ -22,8 +22,8 @@ class ToolUse:
 
     format    name of the format that the model writes calls in
     names     functions that may be called
-    required  whether the answer is an array of calls, to which the engine is held
-    parallel  whether it may have more than one
+    required  whether guided decoding holds the answer to an array of calls
+    parallel  whether the answer may have more than one call
     """
 
     format: str
@@ -45,7 +45,11 @@ class Call:
 
 
 class CallParser:
-    """Parser of one answer. `calls` are those found so far; `over` says that no more of the answer is wanted."""
+    """Parser of one answer.
+
+    calls  calls that were found so far
+    over   whether the answer has ended, or its rest is not wanted
+    """
 
     def __init__(self, use: ToolUse) -> None:
         self.calls: list[Call] = []
@@ -59,15 +63,15 @@ class CallParser:
         self._held = 0 if use.required else HELD_CHARACTERS
         self._deltas: list[dict[str, Any]] = []
         self._out: list[str] = []
-        self._space = ""  # white space after the text so far, which goes where a call follows
-        self._rest = ""  # text that is not decided on
-        self._opened = ""  # text before it that is part of the answer unless a call follows
+        self._space = ""  # white space after the text so far, dropped if a call follows
+        self._rest = ""  # text that may still become a call
+        self._opened = ""  # mark or separator before `_rest`, which is text of the answer unless a call follows
         self._first = True  # no call has come since the last mark
         self._end = ValueEnd()
         self._state: Callable[[bool], bool] = self._in_call if use.required else self._at_start
 
     def push(self, piece: str, *, final: bool = False) -> str:
-        """Take the next piece of the answer, `final` for its last; return what has become text of the answer."""
+        """Take the next piece of the answer, `final` if it is the last; return what is now known to be text."""
         if self.over:
             return ""
         self._rest += piece
@@ -82,11 +86,11 @@ class CallParser:
         return text
 
     def deltas(self) -> list[dict[str, Any]]:
-        """What has become known of calls since the last time, as OpenAI's stream has it."""
+        """New parts of calls since the last call of this method, in the form of OpenAI's stream."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # States: each takes what it can of the rest, and says whether the next state may take more.
+    # States: each consumes what it can of `_rest`, and returns whether the current state may consume more.
 
     def _at_start(self, final: bool) -> bool:
         begin = self._rest.lstrip()
@@ -114,10 +118,10 @@ class CallParser:
         found = self._format.read(text, self._names, first=self._first, held=self._held, final=final)
         if found is None:
             return False
-        if isinstance(found, Wrong):
+        if isinstance(found, NotACall):
             self._say(self._opened)
             self._state = self._in_text
-        elif isinstance(found, Whole):
+        elif isinstance(found, CompleteCalls):
             for name, arguments in found.calls:
                 self._begin(name)
                 self._argue(arguments)
@@ -169,12 +173,12 @@ class CallParser:
 
     def _say(self, text: str) -> None:
         if self._required:
-            return  # brackets, and the beginning of a call where max_tokens cuts it off
+            return  # brackets of the array, and a call that max_tokens has cut off
         text = self._space + text
         self._out.append(text.rstrip())
         self._space = text[len(self._out[-1]) :]
 
-    def _begin_open(self, found: Begun, text: str) -> None:
+    def _begin_open(self, found: OpenCall, text: str) -> None:
         self._begin(found.name)
         self._rest = text[found.start :]
         self._end = ValueEnd()
@@ -198,5 +202,5 @@ class CallParser:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the end of `text` with which the mark may begin."""
+    """Length of the longest end of `text` that is a beginning of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

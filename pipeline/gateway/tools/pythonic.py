@@ -1,4 +1,4 @@
-"""Calls of Llama as Python: [get_weather(city="Paris"), get_time()], the whole answer or behind <|python_start|>."""
+"""Tool calls of Llama as a Python list, [get_weather(city="Paris"), get_time()], sometimes after <|python_start|>."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from trtpipe.pipeline.gateway.tools.call_format import CallFormat, Found, Whole, Wrong
+from trtpipe.pipeline.gateway.tools.call_format import CallFormat, CompleteCalls, Found, NotACall
 
-# Such a list is read when it is complete, so its length is bounded.
+# Most characters of a list: it is only read when it is complete.
 MAX_CHARACTERS = 8192
 _HEAD = re.compile(r"\[\s*([A-Za-z_]\w*)?\s*(\()?", re.ASCII)
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _OUTSIDE = re.compile(r"['\"\[\](){}]")
-# Values as JSON writes them.
+# Constants that models write as in JSON.
 _NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -23,12 +23,12 @@ _NAMES = {"true": True, "false": False, "null": None}
 class Pythonic(CallFormat):
     def read(self, text: str, names: frozenset[str], *, first: bool, held: int, final: bool) -> Found:
         if not _may_be_calls(text, names):
-            return Wrong()
+            return NotACall()
         end = _end(text[:MAX_CHARACTERS])
         if end is None:
-            return Wrong() if final or len(text) > MAX_CHARACTERS else None
+            return NotACall() if final or len(text) > MAX_CHARACTERS else None
         calls = _calls(text[:end])
-        return Whole(calls, end) if calls and all(name in names for name, _ in calls) else Wrong()
+        return CompleteCalls(calls, end) if calls and all(name in names for name, _ in calls) else NotACall()
 
 
 PYTHONIC = Pythonic(
@@ -41,7 +41,7 @@ PYTHONIC = Pythonic(
 
 
 def _may_be_calls(text: str, names: frozenset[str]) -> bool:
-    """Whether the list may begin with a call of one of the functions: any other list is text, and is not kept."""
+    """Whether the list may begin with a call of one of the functions. Any other list is text and is not held back."""
     head = _HEAD.match(text)
     if head is None:
         return not text
@@ -70,7 +70,7 @@ def _end(text: str) -> int | None:
 
 
 def _calls(text: str) -> tuple[tuple[str, str], ...]:
-    """Names and arguments of the calls in a Python list; none where it is not one of calls with constants."""
+    """(name, arguments as JSON text) of the calls in a Python list; empty if it is not one of calls with constants."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
@@ -81,7 +81,7 @@ def _calls(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Name and arguments of a call. Raises ValueError or TypeError for anything else."""
+    """(name, arguments as JSON text) of a call. Raises ValueError or TypeError for another expression."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
         raise ValueError("not a call with named arguments")
     arguments = {}
@@ -90,12 +90,12 @@ def _call(node: ast.expr) -> tuple[str, str]:
             raise ValueError("arguments without names")
         arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # an escape may stand for half of a surrogate pair, which nobody could send
+    text.encode()  # fails for half of a surrogate pair, which UTF-8 cannot have
     return node.func.id, text
 
 
 class _Constants(ast.NodeTransformer):
-    """Names of JSON's constants as Python's."""
+    """Replaces the names true, false and null by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.copy_location(ast.Constant(_NAMES[node.id]), node) if node.id in _NAMES else node

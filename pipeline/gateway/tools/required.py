@@ -1,7 +1,7 @@
-"""Form of an answer that must call tools: a JSON array of calls, whatever format the model writes by itself.
+"""Guide for an answer that must call tools: a JSON array of calls, whatever the model's own format is.
 
-An engine that is held to a JSON schema cannot write a call that fails to parse, and every runtime with guided decoding
-knows JSON schemas.
+Guided decoding by a JSON schema cannot give a call that fails to parse, and every runtime with guided decoding has
+JSON schemas.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trtpipe.pipeline.gateway import schemas
 
 
 def arguments(parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
-    """Schema of a function's arguments, an object. Raises Failure, naming the place, for one that no answer can be held
-    to."""
+    """Schema of a function's arguments, from its `parameters`, whose path is `place`. Raises Failure for a schema that
+    guided decoding cannot enforce."""
     given = parameters or {}
     usual = (
         {} if given.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", "additionalProperties": False}
@@ -27,7 +27,10 @@ def arguments(parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
 
 
 def guide(functions: Mapping[str, dict[str, Any]], *, parallel: bool) -> Guide:
-    """Guide to one call of the functions, or more where `parallel`. `functions` maps names to schemas of arguments."""
+    """Guide for a call of one of the functions, or for several calls where `parallel`.
+
+    functions  name -> schema of the arguments
+    """
     calls = [
         {
             "type": "object",
@@ -47,7 +50,7 @@ def guide(functions: Mapping[str, dict[str, Any]], *, parallel: bool) -> Guide:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema as part of another one: references to its root lead to `root`."""
+    """A schema for use inside another: references to its root (`#`) become references to `root`."""
     if isinstance(schema, list):
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, dict):

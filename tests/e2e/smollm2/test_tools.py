@@ -1,4 +1,4 @@
-"""Calls of tools by the real model, with a chat template of our own that tells it of them."""
+"""Tool calls by the real model, with a chat template of our own that contains the tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: what is asked of a model, how its answers are scored, and which files are refused; the models are doubles."""
+"""Task scores: requests to the model, scoring of its answers, and refused files; the models are doubles."""
 
 from __future__ import annotations
 
@@ -185,15 +185,15 @@ REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [
     ({"doc_to_txet": "a"}, DOCS, "unknown key 'doc_to_txet'; did you mean 'doc_to_text'?"),
     ({"generation_kwargs": {"top_k": 4}}, DOCS, "generation_kwargs.top_k"),
     ({"generation_kwargs": {"do_sample": True}}, DOCS, "answers are generated greedily"),
-    ({"metadata": {"max_drop": "much"}}, DOCS, "a pattern or max_drop is not one"),
+    ({"metadata": {"max_drop": "much"}}, DOCS, "a regular expression or max_drop is invalid"),
     ({"metadata": {"max_drop": 2}}, DOCS, "max_drop is 2; give a share of the documents, from 0 to 1"),
-    ({"filter_list": [{"name": "a", "filter": [{"function": "map"}]}]}, DOCS, "filter_list is not one list of known"),
-    ({"filter_list": [{"name": "a", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, DOCS, "a pattern or"),
+    ({"filter_list": [{"name": "a", "filter": [{"function": "map"}]}]}, DOCS, "filter_list has several lists"),
+    ({"filter_list": [{"name": "a", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, DOCS, "a regular"),
     ({}, [], "data.jsonl holds no document"),
-    ({}, [[1]], "data.jsonl is not JSON, an object on each line: line 1 is not an object"),
+    ({}, [[1]], "data.jsonl does not have a JSON object on each line: line 1 is not an object"),
     ({}, [{"colour": "red"}], "line 1 does not fit"),
     ({}, [{"thing": "sky", "colour": "blue"}], "line 1 does not fit"),
-    ({}, [{"thing": "sky", "colour": 2}], "2 is the index of no choice"),
+    ({}, [{"thing": "sky", "colour": 2}], "2 is not the index of a choice"),
     ({"doc_to_text": "thing"}, [{"thing": "", "colour": 0}], "the prompt is empty"),
     ({"doc_to_text": "{{ thing.__class__.__mro__ }}"}, DOCS, "access to attribute '__class__'"),
     ({}, [{"thing": "x" * 90, "colour": 0}], "the model takes 64"),

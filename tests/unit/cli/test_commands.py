@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,7 +28,7 @@ from trtpipe.pipeline.store.store import Store
 COMMANDS = [
     "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
     "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "lora", "compare", "prove", "bench",
-    "plan", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
+    "plan", "tune", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
     "inspect", "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
     "config", "completion",
 ]  # fmt: skip
@@ -142,6 +143,11 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     assert refused("bench", "--concurrency", "4", "--requests", "5") == (
         "5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
     )
+    assert refused("bench", "--sampling", "top_p=0.5", "--sampling", "top_p=0.9") == (
+        "--sampling top_p is given more than once; give it once"
+    )
+    assert refused("bench", "--sampling", "top_p").startswith("--sampling top_p is not NAME=VALUE; write for example")
+    assert refused("bench", "--workers", "0") == "--workers is 0; give 1 or more"
     assert refused("bench", "--requests", "0") == "--requests is 0; give 1 or more"
     assert refused("bench", "--load", "chat", "--duration", "3") == (
         "--load says what --duration would; leave one of them out"
@@ -355,6 +361,29 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
     assert (failed.returncode, failed.stderr) == (
         4, "error: standard output cannot be written: No space left on device\n",
     )  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("redirection", "status", "said"),
+    [
+        (">/dev/full", 4, "error: standard output cannot be written: No space left on device\n"),
+        (">&-", 4, "error: standard output cannot be written: Bad file descriptor\n"),
+        ("<&- >/dev/null", 0, ""),
+        (">/dev/null 2>&-", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("words", ["build --help", "gpus"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_streams_that_the_caller_closed_or_that_are_full(
+    tmp_path: Path, words: str, redirection: str, status: int, said: str, unbuffered: str
+) -> None:
+    code = shlex.quote("from trtpipe.pipeline.cli.app import main; main()")
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -c {code} {words} {redirection}"], cwd=tmp_path, stderr=subprocess.PIPE,
+        text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (status, said)
 
 
 def test_a_folder_that_holds_nothing(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Answers that begin with their prompts, log-probabilities of prompts, and biases of logits."""
+"""`echo`, log-probabilities of prompts, and `logit_bias`."""
 
 from __future__ import annotations
 

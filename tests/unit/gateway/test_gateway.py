@@ -608,7 +608,7 @@ def test_an_adapter_may_not_have_the_name_of_a_model(folder: Path) -> None:
     models = (ServedModel(name="llama", tokenizer=folder), ServedModel(name="llama:fr", tokenizer=folder))
     options = GatewayOptions(models=models, grpc_url="127.0.0.1:1")
     require_free(options, ("llama",), "de")
-    with pytest.raises(UsageError, match="a model is called llama:fr, as llama with its adapter fr would be"):
+    with pytest.raises(UsageError, match="the name llama:fr is that of a model, and of llama with the adapter fr"):
         require_free(options, ("llama",), "fr")
 
 

@@ -1,4 +1,4 @@
-"""Forms of answers as requests ask for them, and schemas that no answer can be held to."""
+"""Structured output: guides that requests ask for, and schemas that guided decoding cannot enforce."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_no_form_is_refused_by_its_place(folder: Path) -> None:
         (by_schema(schema=PERSON, strict="yes"), f"{at}.strict", "boolean"),
         (by_schema(schema=PERSON, strikt=True), f"{at}.strikt", "unknown field"),
         (by_schema(schema={"type": "object", "properties": {"a": {"not": {}}}}), f"{at}.schema.properties.a.not",
-         "no answer can be held to this keyword"),
+         "guided decoding cannot enforce this keyword"),
         (by_schema(schema={"description": "x" * 40_000}), f"{at}.schema", "bytes"),
         ({"structured_outputs": {"json": {"maxItems": 1001}}}, "structured_outputs.json.maxItems", "at most 1000"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
@@ -165,21 +165,21 @@ def test_a_form_that_the_engine_refuses_names_the_field_and_a_runtime_without_fo
         ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "minimum": 3}, "s.minimum", "beside '$ref'"),
         ({"allOf": [{}, {}]}, "s.allOf", "several schemas at once"),
         ({"anyOf": [{}], "type": "string"}, "s.type", "beside 'anyOf'"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "s.oneOf", "not certain"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "s.oneOf", "a value may match two"),
         ({"enum": [1, "a"], "type": "integer"}, "s.enum", "not all of the type"),
         ({"enum": [1], "minimum": 0}, "s.minimum", "beside 'enum'"),
-        ({"type": "string", "minimum": 0}, "s.minimum", "which the type leaves out"),
+        ({"type": "string", "minimum": 0}, "s.minimum", "which the type does not allow"),
         ({"minimum": 0, "maxLength": 1}, "s.type", "is missing"),
         ({"type": "string", "pattern": "a", "maxLength": 1}, "s.maxLength", "beside 'pattern'"),
-        ({"type": "number", "multipleOf": 0.5}, "s.multipleOf", "for type 'integer' alone"),
+        ({"type": "number", "multipleOf": 0.5}, "s.multipleOf", "a whole number up to 1000"),
         ({"type": "integer", "multipleOf": 2, "minimum": 1}, "s.multipleOf", "beside another bound"),
         ({"type": "object", "required": ["a"]}, "s.required", "not in properties"),
         ({"type": "array", "items": [{}]}, "s.items", "which is an object"),
-        ({"type": "array", "uniqueItems": True}, "s.uniqueItems", "no answer"),
+        ({"type": "array", "uniqueItems": True}, "s.uniqueItems", "cannot enforce this keyword"),
         ({"type": "array", "maxItems": -1}, "s.maxItems", "0 or more"),
     ],
 )  # fmt: skip
-def test_schemas_that_no_answer_can_be_held_to(schema: Any, place: str, telling: str) -> None:
+def test_schemas_that_guided_decoding_cannot_enforce(schema: Any, place: str, telling: str) -> None:
     with pytest.raises(Failure) as refused:
         checked(schema, "s")
     assert telling in refused.value.message

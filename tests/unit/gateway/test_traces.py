@@ -220,7 +220,7 @@ def test_where_traces_go(endpoint: str | None, environment: dict[str, str], url:
         (
             "http://a:1",
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and traces are sent by http/protobuf",
+            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, but traces are sent by http/protobuf",
         ),
     ],
 )

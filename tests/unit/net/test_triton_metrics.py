@@ -78,6 +78,11 @@ model="tensorrt_llm",version="1"} 11
 # HELP nv_trt_llm_general_metrics General TRT LLM metrics
 # TYPE nv_trt_llm_general_metrics gauge
 nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 50
+# HELP trtpipe_speculation Speculative decoding, so far
+# TYPE trtpipe_speculation gauge
+trtpipe_speculation{model="tensorrt_llm",speculation_type="decode_steps",version="1"} 100
+trtpipe_speculation{model="tensorrt_llm",speculation_type="draft_tokens",version="1"} 300
+trtpipe_speculation{model="tensorrt_llm",speculation_type="accepted_draft_tokens",version="1"} 90
 # HELP nv_llm_input_token_len TRT LLM response metrics
 # TYPE nv_llm_input_token_len histogram
 nv_llm_input_token_len_count{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 8
@@ -128,6 +133,9 @@ LATER = {
     'nv_inference_compute_infer_duration_us{model="ensemble"': 117213 + 60 * 900_000,
     'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused"': 40 + 45,
     'nv_trt_llm_general_metrics{general_type="iteration_counter"': 50 + 600,
+    'trtpipe_speculation{model="tensorrt_llm",speculation_type="decode_steps"': 100 + 800,
+    'trtpipe_speculation{model="tensorrt_llm",speculation_type="draft_tokens"': 300 + 2400,
+    'trtpipe_speculation{model="tensorrt_llm",speculation_type="accepted_draft_tokens"': 90 + 600,
     "nv_llm_input_token_len_sum": 1000 + 4800,
     "nv_llm_output_token_len_sum": 500 + 1500,
 }
@@ -254,6 +262,13 @@ def without(text: str, family: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if family not in line)
 
 
+def test_speculation_is_of_the_interval() -> None:
+    found = engine(between(FIRST, changed(FIRST, LATER)))
+    assert (found.tokens_per_step, found.draft_acceptance) == (1.75, 0.25)
+    idle = engine(between(FIRST, FIRST))
+    assert (idle.tokens_per_step, idle.draft_acceptance) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -269,6 +284,7 @@ def without(text: str, family: str) -> str:
         ),
         ("nv_trt_llm_inflight_batcher_metrics", {"paused", "making_tokens_per_s"}),
         ("nv_trt_llm_general_metrics", {"steps_per_s", "making_tokens_per_s"}),
+        ("trtpipe_speculation", {"tokens_per_step", "draft_acceptance"}),
     ],
 )  # fmt: skip
 def test_an_absent_family_of_the_engine_is_none_and_takes_nothing_with_it(family: str, fields: set[str]) -> None:
@@ -416,7 +432,7 @@ def test_rates_times_the_interval_are_what_the_counters_grew_by(after: Scrape, s
 # -- the list of families and what is written about it -----------------------------------------------------------------
 
 DOCUMENT = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-ROWS = {row.split("`")[1]: row for row in DOCUMENT.splitlines() if row.startswith("| `nv_")}
+ROWS = {row.split("`")[1]: row for row in DOCUMENT.splitlines() if row.startswith(("| `nv_", "| `trtpipe_speculation"))}
 
 
 def test_the_document_has_a_row_for_every_family_and_for_no_other() -> None:
@@ -425,7 +441,7 @@ def test_the_document_has_a_row_for_every_family_and_for_no_other() -> None:
 
 
 def test_the_document_names_no_family_that_is_not_in_the_list() -> None:
-    named = set(re.findall(r"nv_[a-z0-9_]*[a-z0-9]", DOCUMENT))
+    named = set(re.findall(r"nv_[a-z0-9_]*[a-z0-9]|trtpipe_speculation", DOCUMENT))
     assert {name for name in named if name not in ("nv_trt_llm", "nv_inference")} == set(KNOWN)
 
 

@@ -133,6 +133,23 @@ def test_what_ifs() -> None:
     window = found["streaming window of 1024 tokens"]
     assert window.tokens_per_s is not None
     assert window.tokens_per_s[1] == window.tokens_per_s[0]  # sequences of 192 tokens are shorter than it
+    drafts = found["prompt lookup of 4 draft tokens"]
+    assert "3.0 tokens a step: an assumed 50 % of the drafts are accepted" in drafts.said
+    assert drafts.tpot is not None
+    # A step alone is bound by the weights, which five tokens read no more often than one.
+    assert 2.5 < drafts.tpot[0] / drafts.tpot[1] < 3.05
+    for share, (least, most) in {0.0: (1.0, 1.2), 1.0: (0.19, 0.25)}.items():
+        changed = {change.name: change for change in what_ifs(one.option, Demand(SHORT), share)}[drafts.name]
+        assert changed.tpot is not None
+        assert least < changed.tpot[1] / changed.tpot[0] < most
+    with pytest.raises(UsageError, match="an acceptance rate of 45 is not possible"):
+        what_ifs(one.option, Demand(SHORT), 45)
+    host = found["64 GiB of KV cache in the host's memory"]
+    assert host.kv_tokens is not None
+    # 64 GiB of 65,536 bytes a token.
+    assert host.kv_tokens[1] - host.kv_tokens[0] == 1 << 20
+    # 64 tokens of 65,536 bytes at 55.7 GB/s.
+    assert "whose first 64 tokens are among them reads them in 0.1 ms" in host.said
     whole = found["prompts in one piece (no chunked context)"]
     assert whole.ttft is not None
     assert whole.ttft[0] == whole.ttft[1]  # a prompt of 128 tokens is one piece anyway

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -63,6 +64,10 @@ def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store]
     assert (tmp_path / f"{spec.target}.tar").is_file()
     with pytest.raises(UsageError, match=f"there is no folder {tmp_path / 'nowhere'}"):
         export.pack(spec.target, store, tmp_path / "nowhere" / "x.tar")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
+        export.pack(spec.target, store, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_an_export_holds_index_tokenizer_and_checkpoint(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:

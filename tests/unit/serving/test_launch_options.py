@@ -1,4 +1,4 @@
-"""What a gateway learns of a model from its repository."""
+"""Options that the gateway takes from a model's repository."""
 
 from __future__ import annotations
 

@@ -33,6 +33,10 @@ nv_trt_llm_request_metrics{{model="tensorrt_llm",request_type="waiting",version=
 # TYPE nv_trt_llm_kv_cache_block_metrics gauge
 nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="used",model="tensorrt_llm",version="1"}} 1000
 nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="max",model="tensorrt_llm",version="1"}} 1024
+# TYPE trtpipe_speculation gauge
+trtpipe_speculation{{model="tensorrt_llm",speculation_type="decode_steps",version="1"}} {requests}
+trtpipe_speculation{{model="tensorrt_llm",speculation_type="draft_tokens",version="1"}} {tokens}
+trtpipe_speculation{{model="tensorrt_llm",speculation_type="accepted_draft_tokens",version="1"}} {requests}
 # TYPE nv_llm_output_token_len histogram
 nv_llm_output_token_len_sum{{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"}} {tokens}
 """
@@ -260,6 +264,7 @@ def test_where_stdout_is_no_terminal_snapshots_are_plain_lines(
     assert "demo ensemble requests/s 2.00 failed/s 0.00 request 200.0 ms queue - ms" in lines[2]
     assert "demo tensorrt_llm tokens/s in - out 20.0 in flight 12 of 32 scheduled - waiting 5 KV blocks 1000 of 1024 "
     assert "(97.7 %)" in lines[3]
+    assert lines[3].endswith(" tokens/step 2.00 drafts accepted 10.0 %")
     assert "demo down: " in lines[-1]
 
 

@@ -80,10 +80,6 @@ def test_a_file_is_written_whole_and_only_when_it_changes(tmp_path: Path) -> Non
     path.write_bytes(b"\xff")
     write_whole(path, "three")
     assert path.read_text() == "three"
-    path.unlink()
-    os.mkfifo(path)  # nobody writes to it: reading it would never end
-    write_whole(path, "four")
-    assert path.read_text() == "four"
     with path.open("wb") as large:
         large.truncate(1 << 40)
     write_whole(path, "five")
@@ -99,6 +95,16 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_stays(tmp_path: Path
             write_whole(tmp_path / place, "text")
         assert error.value.filename == str(tmp_path / place)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: reading it would never end
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(UsageError, match=f"{name} is not a regular file; give the name of a file"):
+            write_whole(tmp_path / name, "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:

@@ -198,8 +198,11 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
     args = {"backend": "pytorch", "tensor_parallel_size": 2, "max_batch_size": 8, "kv_cache_config": cache}
     (folder / "llm_args.yaml").write_text(yaml.safe_dump(args))
     write_passport(folder, runtime="trtllm_pytorch", gpu="h100", sm=90, sms=(90,), toolchain="1.2.1")
-    more = {"disable_overlap_scheduler": True, "kv_cache_config": {"host_cache_size": 1024}}
-    serving = ServingConfig(max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8, llm_args=more)
+    more = {"disable_overlap_scheduler": True, "kv_cache_config": {"enable_partial_reuse": False}}
+    serving = ServingConfig(
+        max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8, kv_cache_host_memory_bytes=1024,
+        llm_args=more,
+    )  # fmt: skip
     repository = render(Engine(path=folder), tokenizer, serving, out)
     assert repository.models == ("tensorrt_llm",)
     check_golden("llmapi.pbtxt", (out / "tensorrt_llm" / "config.pbtxt").read_text())
@@ -217,7 +220,7 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
         "max_batch_size": 8,
         "kv_cache_config": {
             "dtype": "fp8", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True,
-            "max_attention_window": [1024], "host_cache_size": 1024,
+            "max_attention_window": [1024], "host_cache_size": 1024, "enable_partial_reuse": False,
         },
         "disable_overlap_scheduler": True,
         "enable_chunked_prefill": True,

@@ -30,6 +30,8 @@ MAX_RESTARTS = 3
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Parameter of a request that tensorrt_llm_bls, a script, has made.
 SCRIPT = "trtpipe_script"
+# Metric family that NVIDIA's backend does not have.
+SPECULATION = "trtpipe_speculation"
 RESTARTING = "the engine process is being started again; try again in a moment"
 
 # Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
@@ -474,6 +476,8 @@ class _Metrics:
             family = pb_utils.MetricFamily(name=name, description="TRT LLM response metrics", kind=kind)
             labels = {"model": model, "version": version, "response_metric_type": value}
             self.lengths.append((family.Metric(labels=labels, buckets=list(self.BUCKETS)), family))
+        self.labels = {"model": model, "version": version}
+        self.speculation = {}  # key of the engine's statistics -> (metric, family); empty for an engine without
 
     def count(self, *lengths):
         """A request has ended: the tokens of its prompt and of its answer."""
@@ -484,6 +488,18 @@ class _Metrics:
         stats["kv_fraction"] = stats["kv_used_blocks"] / max(1, stats["kv_max_blocks"])
         for metric, key, _ in self.gauges:
             metric.set(float(stats[key]))
+        if "draft_tokens" in stats:
+            self.speculation = self.speculation or self._speculation()
+            for key, (metric, _) in self.speculation.items():
+                metric.set(float(stats[key]))
+
+    def _speculation(self):
+        kind = pb_utils.MetricFamily.GAUGE
+        family = pb_utils.MetricFamily(name=SPECULATION, description="Speculative decoding, so far", kind=kind)
+        return {
+            key: (family.Metric(labels={**self.labels, "speculation_type": key}), family)
+            for key in ("decode_steps", "draft_tokens", "accepted_draft_tokens")
+        }
 
     def keep(self):
         """Never delete these metrics, not even when the interpreter ends.
@@ -520,6 +536,9 @@ def _engine(parameters, model_repository, max_queue_size):
     passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
     if passport["sm"] is None:
         options["device"] = "cpu"
+    host = parameters.get("kv_cache_host_memory_bytes", "")
+    if host.isdigit() and int(host) and passport["runtime"] == "vllm":
+        options["kv_cache_host_memory_bytes"] = int(host)
     if max_queue_size:
         # Not from config.json, which says it of compiled engines alone.
         options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size

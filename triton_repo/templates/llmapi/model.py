@@ -7,6 +7,7 @@ request; `execute` only hands them over. What is served, and how, is in model.ya
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import threading
@@ -74,6 +75,13 @@ FAMILIES = (
     ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", "",
      {"iteration_counter": lambda step, part: step["iter"]}),
 )  # fmt: skip
+# Family of speculation, which is counted here: the engine tells of each step alone.
+SPECULATION = "trtpipe_speculation"
+DRAFTS = {
+    "decode_steps": lambda part: part["numRequestsWithDraftTokens"],
+    "draft_tokens": lambda part: part["numDraftTokens"],
+    "accepted_draft_tokens": lambda part: part["numAcceptedTokens"],
+}
 # The engine tells of its steps alone: when the last request has ended, it does not say that none is left.
 IDLE = {"active", "scheduled", "context", "waiting", *BATCHER}
 LENGTHS = (("nv_llm_input_token_len", "total_input_tokens"), ("nv_llm_output_token_len", "total_output_tokens"))
@@ -235,7 +243,7 @@ class TritonPythonModel:
         """Keep the statistics of the engine's last step."""
         while True:
             async for statistics in self.llm.get_stats_async(timeout=1):
-                self.metrics.statistics = statistics
+                self.metrics.take(statistics)
             await asyncio.sleep(self.stats_period)
 
     async def _publish_metrics(self):
@@ -255,7 +263,11 @@ class _Metrics:
             name: pb_utils.MetricFamily(name=name, description=description, kind=gauge)
             for name, description, *_ in FAMILIES
         }
+        self.drafts = dict.fromkeys(DRAFTS, 0)
         self.gauges = {}  # (label, value) -> the metric, and what it was set to
+        self.families[SPECULATION] = pb_utils.MetricFamily(
+            name=SPECULATION, description="Speculative decoding, so far", kind=gauge
+        )
         self.lengths = []
         for name, value in LENGTHS:
             family = pb_utils.MetricFamily(name=name, description="TRT LLM response metrics", kind=histogram)
@@ -267,6 +279,14 @@ class _Metrics:
         """A request has ended: the tokens of its prompt and of its answer."""
         for metric, tokens in zip(self.lengths, lengths, strict=True):
             metric.observe(float(tokens))
+
+    def take(self, statistics):
+        """The statistics of a step."""
+        self.statistics = statistics
+        part = statistics.get("specDecodingStats") or {}
+        with contextlib.suppress(KeyError, TypeError):  # a release that does not tell has no metric
+            for key, read in DRAFTS.items():
+                self.drafts[key] += int(read(part))
 
     def publish(self, idle):
         """Set the gauges to the statistics of the last step; before the first one there are none."""
@@ -280,6 +300,9 @@ class _Metrics:
                 except (KeyError, TypeError):  # what a release does not tell has no metric
                     continue
                 self._set(name, label, value, 0.0 if idle and value in IDLE else number)
+        if any(self.drafts.values()):
+            for key, number in self.drafts.items():
+                self._set(SPECULATION, "speculation_type", key, float(number))
 
     def keep(self):
         """Never delete these metrics, not even when the interpreter ends: the server has one metric for equal names and

@@ -15,23 +15,29 @@ POINTS = ("p50", "p90", "p99")
 
 
 def load_points(report: dict[str, Any]) -> Table:
-    groups, columns = _headings()
+    groups, columns = _headings(report)
     groups, columns = [("", 1), *groups, ("", 1)], ["requests", *columns, "failed"]
     rows = [Row(name=named(point), cells=list(_cells(report, point)), bad=faults(point)) for point in report["levels"]]
     return Table(head=HEAD, columns=columns, rows=rows, groups=groups)
 
 
-def _figures() -> Iterator[tuple[metrics.Metric, str]]:
+def _tabled(report: dict[str, Any]) -> list[metrics.Metric]:
+    """Metrics of the tables: without those of speculation where no load point has any."""
+    there = {name for point in report["levels"] for name in point["metrics"]}
+    return [metric for metric in metrics.tabled() if metric not in metrics.SPECULATION or metric.name in there]
+
+
+def _figures(report: dict[str, Any]) -> Iterator[tuple[metrics.Metric, str]]:
     """(metric, statistic) of each figure in a row of a table."""
-    for metric in metrics.tabled():
+    for metric in _tabled(report):
         for statistic in metric.figures(POINTS):
             yield metric, statistic
 
 
-def _headings() -> tuple[list[tuple[str, int]], list[str]]:
+def _headings(report: dict[str, Any]) -> tuple[list[tuple[str, int]], list[str]]:
     """Groups and columns of the figures of a row."""
     groups, columns = list[tuple[str, int]](), list[str]()
-    for metric in metrics.tabled():
+    for metric in _tabled(report):
         points = metric.figures(POINTS)
         groups.append((metric.heading(), len(points)) if len(points) > 1 else ("", 1))
         columns += points if len(points) > 1 else [metric.heading()]
@@ -41,23 +47,25 @@ def _headings() -> tuple[list[tuple[str, int]], list[str]]:
 def _cells(report: dict[str, Any], point: LoadPoint) -> Iterator[Cell]:
     requests, found = point["requests"], point["metrics"]
     yield Cell(text=number(requests["measured"]))
-    for metric, statistic in _figures():
-        yield _cell(report, found, metric.name, statistic)
+    for metric, statistic in _figures(report):
+        yield _cell(report, found, metric, statistic)
     rate = found.get("error_rate", {}).get("value")
     told = "" if rate is None else f" ({100 * rate:.3g} %)"
     failed = requests["failed"]
     yield Cell(text=number(failed) + (told if failed else ""), kind="bad" if failed else "")
 
 
-def _cell(report: dict[str, Any], found: dict[str, Any], metric: str, statistic: str) -> Cell:
-    entry = found.get(metric) or {}
+def _cell(report: dict[str, Any], found: dict[str, Any], metric: metrics.Metric, statistic: str) -> Cell:
+    entry = found.get(metric.name) or {}
     value = entry.get(statistic)
     if value is None:
-        undefined = report["metrics"].get(metric, {}).get("undefined")
+        undefined = report["metrics"].get(metric.name, {}).get("undefined")
         return Cell(text=UNKNOWN, title=f"undefined: {undefined}" if undefined else "")
     interval = entry.get("interval")
     bounds = interval.get(statistic) if isinstance(interval, dict) else interval
-    return Cell(text=number(value), title=f"95 %: {number(bounds[0])} to {number(bounds[1])}" if bounds else "")
+    return Cell(
+        text=number(metric.shown(value)), title=f"95 %: {number(bounds[0])} to {number(bounds[1])}" if bounds else ""
+    )
 
 
 def repeats(report: dict[str, Any]) -> Table | None:
@@ -65,18 +73,19 @@ def repeats(report: dict[str, Any]) -> Table | None:
     rows = []
     for one in report.get("repeats") or []:
         cells = [Cell(text=str(one["valid"]))]
-        for metric, statistic in _figures():
-            cells.append(_over_runs(one["metrics"].get(metric.name, {}).get(statistic)))
+        for metric, statistic in _figures(report):
+            cells.append(_over_runs(metric, one["metrics"].get(metric.name, {}).get(statistic)))
         rows.append(Row(name=f"{one['protocol']}, {one['label']}", cells=cells))
-    groups, columns = _headings()
+    groups, columns = _headings(report)
     return Table(head=HEAD, columns=["runs", *columns], rows=rows, groups=[("", 1), *groups]) if rows else None
 
 
-def _over_runs(entry: dict[str, Any] | None) -> Cell:
+def _over_runs(metric: metrics.Metric, entry: dict[str, Any] | None) -> Cell:
     if entry is None:
         return Cell(text=UNKNOWN)
     low, high = entry["interval"]
-    return Cell(text=f"{number(entry['mean'])} ±{number((high - low) / 2)}", title=f"std {number(entry['std'])}")
+    mean, half, std = (number(metric.shown(value)) for value in (entry["mean"], (high - low) / 2, entry["std"]))
+    return Cell(text=f"{mean} ±{half}", title=f"std {std}")
 
 
 def searches(report: dict[str, Any]) -> Iterator[tuple[str, Table]]:
@@ -107,7 +116,7 @@ def objectives(report: dict[str, Any]) -> Table | None:
             Cell(text=f"{'✓' if one['met'] else '✗'} {number(one['value'])}", kind="good" if one["met"] else "bad")
             for one in judged
         ]
-        goodput = _cell(report, point["metrics"], "request_goodput", "value")
+        goodput = _cell(report, point["metrics"], metrics.REQUEST_GOODPUT, "value")
         verdict = Cell(text=UNKNOWN if told is None else "met" if told["met"] else "missed")
         blank = [Cell(text=UNKNOWN)] * (len(columns) - len(cells))
         rows.append(Row(name=named(point), cells=[verdict, *cells, *blank, goodput], bad=faults(point)))

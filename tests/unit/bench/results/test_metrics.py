@@ -436,13 +436,18 @@ def test_token_gaps_add_up_to_the_time_from_first_to_last_token(gaps: list[tuple
     assert values(records, "time_per_output_token")[1] * (sum(tokens) - 1) == pytest.approx(span)
 
 
+SPECULATION = ("tokens_per_step", "draft_acceptance_rate")
+
+
 def test_every_metric_says_its_unit_its_formula_and_when_it_is_undefined() -> None:
     said = definitions()
-    assert set(said) == {*load_point_metrics(made(), None), "request_goodput", "token_goodput"}
+    assert set(said) == {*load_point_metrics(made(), None), "request_goodput", "token_goodput", *SPECULATION}
     for name, entry in said.items():
         assert set(entry) == {"unit", "formula", "undefined"}
         assert entry["formula"], name
         assert entry["undefined"], name
         assert entry["unit"] in (
-            {""} if name == "error_rate" else {"ms", "tokens", "tokens/s", "requests/s", "requests"}
+            {""}
+            if name in ("error_rate", "draft_acceptance_rate")
+            else {"ms", "tokens", "tokens/s", "requests/s", "requests"}
         )

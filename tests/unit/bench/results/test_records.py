@@ -108,6 +108,23 @@ def test_a_load_point_says_who_counted(answers: list[Answer | Failure], source: 
     assert result.token_count_source == source
 
 
+def test_speculation_is_as_the_one_engine_of_the_server_counts_it() -> None:
+    def metrics(*engines: dict[str, float | None]) -> dict[str, Any]:
+        server = {"engines": list(engines)}
+        check = SelfCheck(figures={}, reasons=[])
+        return load_point_result(
+            settled(COUNTED), None, check, protocol="grpc", label="1 in flight", load={}, server=server
+        ).metrics
+
+    guessing: dict[str, float | None] = {"tokens_per_step": 1.75, "draft_acceptance": 0.25}
+    plain: dict[str, float | None] = dict.fromkeys(guessing)
+    found = metrics(plain, guessing)
+    assert found["tokens_per_step"] == {"value": 1.75, "interval": None}
+    assert found["draft_acceptance_rate"] == {"value": 0.25, "interval": None}
+    for engines in ((), (plain,), (guessing, guessing)):
+        assert "tokens_per_step" not in metrics(*engines)
+
+
 @pytest.mark.parametrize(
     "answer",
     [

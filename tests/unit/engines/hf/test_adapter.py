@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: what is refused, the folder that a server looks into, and TensorRT-LLM's arrays."""
+"""LoRA adapters as PEFT saves them: refusals, the folder that a server reads, and TensorRT-LLM's arrays."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("rank 0", told(r=0), "r is 0, not a rank"),
     ("no alpha", told(lora_alpha=None), "lora_alpha is None, not a number"),
     ("another rank", told(r=8), "are not of rank 8, as adapter_config.json says"),
-    ("a pickle", pickled, r"holds its adapter in a pickle alone \(adapter_model.bin\): a pickle can run code"),
+    ("a pickle", pickled, r"has its weights only as a pickle \(adapter_model.bin\): a pickle can run code"),
     ("a head", weights((HEAD, (4, 4))), "'base_model.model.lm_head.weight' is not of an adapter of a linear"),
     ("codes", weights((ONE_SIDE, (4, 32)), dtype="I8"), "is no matrix of floating-point numbers"),
     ("one side", weights((ONE_SIDE, (4, 32))), "'model.layers.0.self_attn.q_proj' has lora_A alone"),
@@ -88,7 +88,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_refused(tmp_path: Path, model: Path, change: Callable[[Path], Any], words: str) -> None:
     folder = write_adapter(tmp_path / "adapter", model)
     change(folder)
-    with pytest.raises(InputDataError, match=words) as refused:
+    kind = InputDataError if folder.is_dir() else UsageError
+    with pytest.raises(kind, match=words) as refused:
         located_pairs(read_adapter(folder), read_model_config(model))
     assert "\n" not in str(refused.value)
 

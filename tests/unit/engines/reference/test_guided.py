@@ -157,7 +157,7 @@ def test_other_kinds_and_free_requests_in_one_batch(folder: Path, runtime: Runti
     [
         ("json_schema", '{"type": "fruit"}', "JSON schema cannot be used"),
         ("json_schema", '{"type"', "JSON schema cannot be used"),
-        ("regex", "(a", "parenthesis is not closed"),
+        ("regex", "(a", "Regex parsing error at position 3: The parenthesis is not closed"),
         ("ebnf_grammar", "root ::= missing", "not defined"),
         ("structural_tag", "[]", "structural tag cannot be used"),
     ],

@@ -38,7 +38,7 @@ def play(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     seen = [(c.sequence.request.id, c.start, c.stop - c.start) for c in chunks]
     for chunk in chunks:
         draws = chunk.draws
-        scheduler.computed(chunk)
+        scheduler.computed(chunk.sequence, chunk.stop)
         if draws:
             chunk.sequence.tokens.append(1000 + len(chunk.sequence.tokens))
             if chunk.sequence.generated == chunk.sequence.request.max_tokens:
@@ -238,7 +238,7 @@ def test_every_request_is_served_in_full_whatever_the_load(
         started += [sequence for sequence in scheduled if sequence not in started]
         for chunk in chunks:
             draws = chunk.draws
-            scheduler.computed(chunk)
+            scheduler.computed(chunk.sequence, chunk.stop)
             if draws:
                 # The position of the new token: lost or repeated ones would show as a gap or a double.
                 chunk.sequence.tokens.append(1000 + len(chunk.sequence.tokens))

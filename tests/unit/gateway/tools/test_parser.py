@@ -1,4 +1,4 @@
-"""Calls in answers: what is a call and what stays text, whole and in pieces."""
+"""Parser of tool calls: valid calls, and what stays text of the answer; whole answers and pieces."""
 
 from __future__ import annotations
 

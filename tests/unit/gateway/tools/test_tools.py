@@ -221,7 +221,7 @@ UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
         (chat(tools=[WEATHER], tool_choice="always"), "tool_choice", "'none', 'auto' or 'required'"),
         (chat(tool_choice="required"), "tool_choice", "there are no 'tools'"),
         (chat(tools=[WEATHER, UNIQUE], tool_choice="required"), "tools.1.function.parameters.uniqueItems", "keyword"),
-        (chat(tools=[WEATHER], response_format={"type": "json_object"}), "response_format", "no tool could be called"),
+        (chat(tools=[WEATHER], response_format={"type": "json_object"}), "response_format", "could not call a tool"),
         (chat(tools=[WEATHER], parallel_tool_calls="no"), "parallel_tool_calls", "boolean"),
         (history(called("{city}")), "messages.1.tool_calls.0.function.arguments", "not JSON"),
         (history(called("[]")), "messages.1.tool_calls.0.function.arguments", "not a JSON object"),

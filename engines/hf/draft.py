@@ -1,0 +1,57 @@
+"""Folder of the model that makes draft tokens, in Hugging Face format: its check, and its place in an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import place
+from trtpipe.engines.hf.folder import TOKENIZER_FILES, read_config_json, read_model_config
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL
+
+_NAMES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+
+
+def draft_files(folder: Path) -> list[Path]:
+    """The folder's files that an engine has. Raises InputDataError for a folder without weights or config."""
+    files = sorted({path for name in _NAMES for path in folder.glob(name) if path.is_file()})
+    for name, there in (
+        ("config.json", (folder / "config.json").is_file()),
+        ("weights in safetensors files", any(path.suffix == ".safetensors" for path in files)),
+    ):
+        if not there:
+            raise InputDataError(
+                f"build.speculative_model {folder} has no {name}",
+                why="there is no such folder" if not folder.is_dir() else "only such files are read",
+                remedy="give the Hugging Face folder of the draft model",
+            )
+    return files
+
+
+def check_draft(folder: Path, mode: str, model: ModelConfig) -> None:
+    """Raises InputDataError for a folder that makes no draft tokens for `model` in a mode of `engines.speculation`."""
+    draft_files(folder)
+    if mode == DRAFT_MODEL:
+        size: object = read_model_config(folder, quantized=True).vocab_size
+    else:
+        size = read_config_json(folder / "config.json", "config of the EAGLE-3 head").get("vocab_size")
+    if size != model.vocab_size:
+        raise InputDataError(
+            f"build.speculative_model {folder} has a vocabulary of {size} tokens, the model one of {model.vocab_size}",
+            why="a draft token must be the same token for both",
+            remedy="give a draft model of the same tokenizer, or use build.speculative_decoding_mode=ngram",
+        )
+
+
+def lay_out_draft(folder: Path, engine: Path) -> None:
+    """Link the draft model's files into an engine's folder. Raises InputDataError."""
+    (engine / DRAFT).mkdir()
+    for path in draft_files(folder):
+        place(path, engine / DRAFT / path.name)
+
+
+def place_draft(engine: Path, out: Path) -> None:
+    """Link the draft model of the engine in `engine` into the copy of it in `out`, where it has one."""
+    if (engine / DRAFT).is_dir():
+        lay_out_draft(engine / DRAFT, out)

@@ -1,0 +1,344 @@
+"""The settings with which a target serves most on this machine, found by measuring them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.bench.load.loads import Open
+    from trtpipe.pipeline.bench.options import BenchOptions, Progress
+    from trtpipe.pipeline.spec import BuildSpec
+    from trtpipe.pipeline.tune.candidates import Candidate
+    from trtpipe.pipeline.tune.search import Score, Winner
+    from trtpipe.pipeline.tune.study import Run, Study
+
+log = logging.getLogger("trtpipe")
+
+# Relative precision of the rate in the first round; each later round halves it, to the least.
+PRECISION, LEAST_PRECISION = 0.2, 0.05
+# Most runs of a rate that is near the limit.
+RUNS = 3
+MOST_MINUTES = 7 * 24 * 60
+
+
+def tune(
+    target: str, slo: str | Sequence[str], *, minutes: float = 30.0, find: str = "max-goodput",
+    load: str | None = None, input_tokens: int | str | None = None, output_tokens: int | str | None = None,
+    protocol: str = "grpc", price: float | None = None, engine_python: str | None = None,
+    note: Callable[[str], None] = log.info, progress: Callable[[Progress], None] | None = None,
+) -> Study:  # fmt: skip
+    """Search the settings of a target for the highest rate within objectives, by serving and measuring it.
+
+    target         a target in ./runs; it is left as it is
+    slo            objectives: "ttft:p99<200ms"
+    minutes        upper bound on the search's time
+    find           max-goodput (a share of requests meets the objectives) or max-rate (their statistics do)
+    load           load of configs/load, or a YAML file: its lengths, and the arrivals of its first rate
+    input_tokens, output_tokens  lengths: 128, or a distribution such as "lognormal:128,0.5"
+    price          of one GPU for an hour; that of the GPU's file if left out
+    engine_python  Python that runs engines, as of `serve`
+
+    Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
+    Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
+    the result of what was measured.
+    """
+    from trtpipe.pipeline.tune import page
+    from trtpipe.pipeline.tune.search import search
+
+    session = _Session(
+        target, slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
+        lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price, note=note,
+        progress=progress,
+    )  # fmt: skip
+    study = session.study
+    try:
+        study.winner = search(session.affordable(), session.score)
+        study.state = "complete" if study.winner.complete else "out of time"
+    except KeyboardInterrupt:
+        study.winner = session.best_so_far()
+        note(f"what was measured is in {study.folder}; the same command goes on from there")
+        raise
+    finally:
+        if study.runs:
+            if study.winner is not None:
+                session.write_recipe(study.winner.candidate)
+            study.write()
+            page.write(study)
+    return study
+
+
+class _Session:
+    """One search: candidates of a target, and how each is measured."""
+
+    def __init__(
+        self, target: str, slo: str | Sequence[str], *, minutes: float, find: str, protocol: str,
+        lengths: dict[str, Any], price: float | None, engine_python: str | None, note: Callable[[str], None],
+        progress: Callable[[Progress], None] | None,
+    ) -> None:  # fmt: skip
+        from trtpipe.configs.home import default_home
+        from trtpipe.engines.errors import HostError, UsageError
+        from trtpipe.pipeline.api.bench import choose, require_room
+        from trtpipe.pipeline.run_folder import require_run
+        from trtpipe.pipeline.serving.servers import running
+        from trtpipe.pipeline.store.store import Store
+        from trtpipe.pipeline.tune.candidates import AS_IT_IS
+        from trtpipe.pipeline.tune.schedule import Schedule
+
+        if not 0 < minutes <= MOST_MINUTES:
+            raise UsageError(f"--minutes is {minutes:g}", remedy=f"give a positive number, at most {MOST_MINUTES:,}")
+        if price is not None and not 0 < price < 1e6:
+            raise UsageError(f"--price is {price:g}", remedy="give the price of one GPU for an hour, such as 2.5")
+        self._run = require_run(target)
+        self._spec = self._run.spec()
+        self._store = Store(default_home())
+        self._bench: dict[str, Any] = {
+            **lengths, "protocol": protocol, "slo": [slo] if isinstance(slo, str) else list(slo),
+        }  # fmt: skip
+        # An address nobody asks: what cannot be measured is refused before anything is built.
+        plain = {
+            **self._bench,
+            "openai_url": "http://127.0.0.1:1/v1",
+            "grpc_url": "127.0.0.1:1",
+            "http_url": "http://127.0.0.1:1",
+            "tokenizer": self._run.path / "tokenizer" / "tokenizer.json",
+        }
+        options, _ = choose(**plain)
+        self._search(options, find, rate=None, seconds=1.0, number=0, limit_s=1.0)
+        require_room(options.work, self._spec.target, self._run.linked("repository"))
+        served = running(self._store)
+        if served:
+            raise HostError(
+                f"{served[0].name} is being served on this machine", why="its work would be measured too",
+                remedy="run `trtpipe stop` first",
+            )  # fmt: skip
+        self._find, self._engine_python = find, engine_python
+        self._note, self._progress = note, progress
+        question = {
+            "objectives": [str(one) for one in options.objectives], "goal": find, "minutes": minutes,
+            "work": options.to_json()["work"], "protocol": protocol, "settings": self._spec.settings,
+        }  # fmt: skip
+        self.study = _open_study(self._run.path, self._spec, question, price)
+        self._began, self._spent_before = time.monotonic(), self.study.spent_s
+        if self.study.runs:
+            note(f"{len(self.study.runs)} measurements are there already, of {self._spent_before / 60:.1f} minutes")
+        self._specs: dict[Candidate, BuildSpec] = {AS_IT_IS: self._spec}
+        self._candidates = self._ordered(options)
+        self._schedule = Schedule(seconds=60 * minutes, candidates=len(self._candidates))
+        self._start_s = 0.0
+
+    def affordable(self) -> list[Candidate]:
+        """As many candidates as there is time for, once it is known how long a server takes to start."""
+        from trtpipe.pipeline.tune.candidates import AS_IT_IS
+
+        self._measure(AS_IT_IS, 0, 0)
+        self._schedule = self._schedule.fitting(self._start_s)
+        kept = self._candidates[: self._schedule.candidates]
+        for one in self._candidates[len(kept) :]:
+            self.study.left[one.name] = "there was no time for it: give more --minutes"
+        self._candidates = kept
+        return kept
+
+    def score(self, candidate: Candidate, number: int, repeat: int, size: int) -> Score:
+        """See search.Measure."""
+        from trtpipe.pipeline.tune.search import Score
+
+        return Score(self._measure(candidate, number, repeat).rate)
+
+    def best_so_far(self) -> Winner | None:
+        """The winner of an interrupted search, from what it has measured."""
+        from trtpipe.pipeline.tune.search import OutOfTime, Score, search
+
+        def again(candidate: Candidate, number: int, repeat: int, size: int) -> Score:
+            found = self.study.find(candidate, number, repeat)
+            if found is None:
+                raise OutOfTime
+            return Score(found.rate)
+
+        return search(self._candidates, again) if self.study.runs else None
+
+    def write_recipe(self, candidate: Candidate) -> None:
+        """Write the build recipe of a candidate, with what was measured as its comment."""
+        import yaml
+
+        from trtpipe.pipeline.tune.study import RECIPE_NAME, put
+
+        spec = self._spec_of(candidate)
+        head = (
+            f"# {self.study.said()}\n# Objectives: {', '.join(self.study.question['objectives'])}. "
+            "Measurements: tune.json and tune.html beside this file.\n"
+        )
+        put(self.study.folder, {RECIPE_NAME: head + yaml.safe_dump(spec.settings, sort_keys=False)})
+
+    def _ordered(self, options: BenchOptions) -> list[Candidate]:
+        from trtpipe.engines import load_backend
+        from trtpipe.engines.errors import TrtpipeError
+        from trtpipe.engines.hf.folder import read_model_config
+        from trtpipe.pipeline.planner.demand import Demand
+        from trtpipe.pipeline.tune import prior
+        from trtpipe.pipeline.tune.candidates import single_changes
+
+        spec = self._spec
+        possible = single_changes(spec.runtime, spec.build, spec.serving, on_cpu=spec.gpu.is_cpu)
+        for one in possible:
+            try:
+                self._spec_of(one)
+            except TrtpipeError as error:
+                self.study.left[one.name] = str(error)
+        expected: dict[Candidate, float | None] = {}
+        if not spec.gpu.is_cpu and not (options.work.prompts or options.work.sharegpt):  # of unknown lengths
+            model, demand = read_model_config(self._run.linked("model"), quantized=True), Demand(options.work)
+            for one, its in self._specs.items():
+                expected[one] = prior.expected_rate(
+                    model, its.gpu, its.precision, its.mapping.tp_size, its.runtime, its.build, its.serving, demand,
+                    options.objectives,
+                )  # fmt: skip
+        able = [one for one in possible if one in self._specs]
+        kept, left = prior.worth_measuring(able, expected, compiled=load_backend(spec.runtime).COMPILED)
+        self.study.left |= left
+        return kept
+
+    def _spec_of(self, candidate: Candidate) -> BuildSpec:
+        """Raises UsageError for settings that contradict each other."""
+        from trtpipe.pipeline.spec import dotted_layer, resolve
+
+        if candidate not in self._specs:
+            layers = [("the target", self._spec.settings), dotted_layer(dict(candidate.changes))]
+            self._specs[candidate] = resolve(layers, model=self._spec.model)
+        return self._specs[candidate]
+
+    def _measure(self, candidate: Candidate, number: int, repeat: int) -> Run:
+        """Measure a candidate, or find its measurement. Raises OutOfTime, KeyboardInterrupt, and for the target as it
+        is what its build or server raises."""
+        from trtpipe.engines.errors import StageFailed, TrtpipeError
+        from trtpipe.pipeline.tune.search import OutOfTime
+        from trtpipe.pipeline.tune.study import Run
+
+        done = self.study.find(candidate, number, repeat)
+        if done is not None:
+            self._start_s = max(self._start_s, done.start_s)
+            return done
+        if self._left_s <= self._start_s:
+            raise OutOfTime
+        begun = time.monotonic()
+        self._note(f"round {number + 1}: {candidate.name}")
+        try:
+            run = self._served(candidate, number, repeat, begun)
+        except TrtpipeError as error:
+            if not candidate.changes:
+                raise
+            run = Run(
+                candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun, rate=None,
+                told=str(error),
+            )  # fmt: skip
+        if run.rate is None and not self.study.runs:  # the target as it is: there is nothing to compare with
+            raise StageFailed(f"{self.study.target} could not be measured as it is", why=run.told)
+        self.study.runs.append(run)
+        self.study.write()
+        self._note(f"round {number + 1}: {candidate.name}: {run.said()}")
+        return run
+
+    @property
+    def _left_s(self) -> float:
+        return self._schedule.seconds - self._spent_before - (time.monotonic() - self._began)
+
+    def _served(self, candidate: Candidate, number: int, repeat: int, begun: float) -> Run:
+        from dataclasses import replace
+
+        from trtpipe.pipeline.api.bench import choose, measure
+        from trtpipe.pipeline.api.build import build
+        from trtpipe.pipeline.api.serve import serve
+        from trtpipe.pipeline.bench.results.files import write_report
+        from trtpipe.pipeline.tune.study import Run
+
+        folder = self.study.folder / _folder_name(candidate)
+        build(self._spec_of(candidate), store=self._store, folder=folder, given=self._imported(candidate))
+        built = time.monotonic()
+        with serve(
+            str(folder), openai_port=None if self._bench["protocol"] in ("grpc", "http") else 0,
+            engine_python=self._engine_python,
+        ) as client:  # fmt: skip
+            start_s = time.monotonic() - built
+            self._start_s = max(self._start_s, start_s)
+            options, served = choose(client.target, **{**self._bench, "server": client.server})
+            options = self._search(
+                options, self._find, rate=self._start_rate(candidate), seconds=self._schedule.point_s(number, start_s),
+                number=number, limit_s=min(self._schedule.search_s(number, start_s), max(self._left_s, 0.0)),
+            )  # fmt: skip
+            report = measure(replace(options, seed=repeat), served, self._progress, self._note)
+        if report.interrupted:
+            raise KeyboardInterrupt
+        if report.broken is not None:
+            raise report.broken
+        file = folder / f"round{number + 1}.{repeat + 1}.json"
+        write_report(report, file)
+        return Run.measured(
+            report, candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun,
+            start_s=start_s, report=str(file.relative_to(self.study.folder)),
+        )  # fmt: skip
+
+    def _imported(self, candidate: Candidate) -> dict[str, Any]:
+        """The target's artefacts that were made elsewhere, as far as the candidate's settings leave them."""
+        from trtpipe.pipeline import stages
+
+        changed = {"repository", *(["engine"] if candidate.rebuilds else [])}
+        found = {stage.makes: self._run.find(stage.name, self._store) for stage in stages.STAGES}
+        return {
+            makes: artefact
+            for makes, artefact in found.items()
+            if artefact is not None and artefact.origin is not None and makes not in changed
+        }
+
+    def _start_rate(self, candidate: Candidate) -> float | None:
+        """Where a candidate's search begins: at its own last rate, else at that of the target as it is."""
+        from trtpipe.pipeline.tune.candidates import AS_IT_IS
+
+        known = [run.rate for one in (AS_IT_IS, candidate) for run in self.study.of(one) if run.rate]
+        return known[-1] if known else None
+
+    def _search(
+        self, options: BenchOptions, find: str, *, rate: float | None, seconds: float, number: int, limit_s: float
+    ) -> BenchOptions:
+        """`options` as a search for a rate that takes about `limit_s`. Raises UsageError."""
+        from dataclasses import replace
+
+        from trtpipe.pipeline.bench.load.loads import Open
+        from trtpipe.pipeline.bench.search import Search
+
+        asked = next((load for load in options.loads if isinstance(load, Open)), None)
+        start = rate or 1.0
+        load: Open = (
+            Open(rate=start, duration_s=seconds)
+            if asked is None
+            else replace(asked, rate=start, duration_s=seconds, requests=None)
+        )
+        wanted = Search(
+            goal=find, load=load, known=rate is not None, precision=max(LEAST_PRECISION, PRECISION / 2**number),
+            repeats=RUNS, limit_s=limit_s,
+        )  # fmt: skip
+        return replace(options, loads=(load,), search=wanted)
+
+
+def _open_study(run: Path, spec: BuildSpec, question: dict[str, Any], price: float | None) -> Study:
+    import hashlib
+    import json
+
+    from trtpipe.pipeline.tune.study import Study
+
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    study = Study.open(spec.target, question, run / "tune" / digest)
+    each = spec.gpu.price_per_hour if price is None else price
+    study.price = None if each is None else each * spec.mapping.world_size
+    return study
+
+
+def _folder_name(candidate: Candidate) -> str:
+    """Name of a candidate's folder: what it changes, short enough for a file's name."""
+    import hashlib
+
+    words = [f"{name.partition('.')[2]}-{value}" for name, value in candidate.changes]
+    name = "+".join(words) or "as-it-is"
+    return name if len(name) <= 80 else f"{name[:70]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -1,0 +1,124 @@
+"""Page of a search for settings: the frontier of each finalist, every candidate, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trtpipe.pipeline.pages import plots, render
+from trtpipe.pipeline.pages.parts import UNKNOWN, Card, Cell, Finding, Page, Row, Section, Table, number, sentence
+from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
+from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, Run, Study, best_run, put
+
+READING = (
+    "Right and high is good. Numbers are the requests/s that were sent. A filled mark met all objectives, a hollow one "
+    "did not."
+)
+# Most curves of the drawing: the target as it is, and the best others.
+CURVES = 4
+
+
+def write(study: Study) -> None:
+    """Write the page into the study's folder. Raises HostError."""
+    put(study.folder, {HTML_NAME: text(study)})
+
+
+def text(study: Study) -> str:
+    measured = study.candidates()
+    asked = study.question
+    page = Page(
+        kind="Tuning", title=study.target,
+        about=f"`trtpipe tune`: {asked['goal']} within {' and '.join(asked['objectives'])}, measured on this machine.",
+        files=[JSON_NAME, RECIPE_NAME] if study.winner else [JSON_NAME], cards=list(_cards(study)),
+        findings=list(_findings(study)),
+        sections=[
+            Section(title="Throughput against speed", figures=list(_figures(study, measured))),
+            Section(
+                title="Candidates",
+                lines=[
+                    "Each round measures longer than the one before, and keeps the better half; figures are those of a "
+                    "candidate's last round."
+                ],
+                tables=[_table(study, measured)],
+            ),
+            *([Section(
+                title="Not measured",
+                tables=[Table(head="Candidate", columns=["why"], rows=[
+                    Row(name=name, cells=[Cell(text=sentence(why), words=True)]) for name, why in study.left.items()
+                ])],
+            )] if study.left else []),
+        ],
+    )  # fmt: skip
+    return render.render(page)
+
+
+def _cards(study: Study) -> Iterator[Card]:
+    if study.winner is None:
+        return
+    run = best_run(study.of(study.winner.candidate))
+    yield Card(label="Requests/s within the objectives", value=number(run.rate))
+    if study.winner.gain is not None:
+        yield Card(label="Gain over the target as it is", value=f"{study.winner.gain:+.0%}")
+    yield Card(label="Output tokens/s", value=number(run.tokens_per_s))
+    if study.price is not None:
+        yield Card(label="1M output tokens", value=number(study.cost(run)), note="in the currency of the price")
+
+
+def _findings(study: Study) -> Iterator[Finding]:
+    yield Finding(text=sentence(study.said()), good=study.winner is not None)
+    yield Finding(
+        text=f"{len(study.runs)} measurements in {study.spent_s / 60:.1f} minutes; the search is {study.state}."
+    )
+
+
+def _table(study: Study, measured: list[Candidate]) -> Table:
+    columns = ["round", "runs", "requests/s", "limit between", "tokens/s", "TTFT p99 ms", "TPOT p50 ms"]
+    columns += ["cost of 1M tokens"] if study.price is not None else []
+    return Table(head="Settings", columns=[*columns, ""], rows=[_row(study, one) for one in measured])
+
+
+def _row(study: Study, candidate: Candidate) -> Row:
+    runs = study.of(candidate)
+    run = best_run(runs)
+    at = run.best
+    low, high = (UNKNOWN if side is None else number(side) for side in run.interval)
+    cells = [
+        str(run.round + 1), str(len(runs)), number(run.rate), f"{low} to {high}", number(run.tokens_per_s),
+        number(None if at is None else at.ttft_p99), number(None if at is None else at.tpot_p50),
+    ]  # fmt: skip
+    cells += [number(study.cost(run))] if study.price is not None else []
+    said = Cell(text=sentence(run.told) if run.told else "", words=True)
+    return Row(name=candidate.name, cells=[*(Cell(text=cell) for cell in cells), said])
+
+
+def _figures(study: Study, measured: list[Candidate]) -> Iterator[plots.Figure]:
+    others = [one for one in measured if one != AS_IT_IS][: CURVES - 1]
+    chosen = [one for one in (AS_IT_IS, *others) if any(_shown(run) for run in study.of(one) or [])]
+    if chosen:
+        yield plots.curves(
+            "Throughput against speed of one client",
+            [_curve(one.name, style, study.of(one)) for style, one in enumerate(chosen)],
+            x="Output tokens/s of one client", y="Output tokens/s", note=READING,
+        )  # fmt: skip
+
+
+def _shown(run: Run) -> bool:
+    return any(point.tpot_p50 and point.tokens_per_s for point in run.points)
+
+
+def _curve(name: str, style: int, runs: list[Run]) -> plots.Curve:
+    points = sorted(
+        (point for run in runs for point in run.points if point.tpot_p50 and point.tokens_per_s),
+        key=lambda point: point.rate or 0.0,
+    )
+    return plots.Curve(
+        name=name, style=style,
+        points=[
+            plots.Point(
+                x=1e3 / (point.tpot_p50 or 1.0), y=point.tokens_per_s or 0.0, label=f"{point.rate:g}",
+                hollow=not point.met,
+                title=f"{name}, {point.rate:g} requests/s: TTFT p99 {number(point.ttft_p99)} ms, TPOT p50 "
+                f"{number(point.tpot_p50)} ms",
+            )
+            for point in points
+        ],
+    )  # fmt: skip

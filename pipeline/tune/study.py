@@ -1,0 +1,212 @@
+"""Record of a search for settings, kept beside its measurements: what was asked, every measurement, and the result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import HostError
+from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.bench.results.report import BenchReport
+from trtpipe.pipeline.store.folders import write_whole
+from trtpipe.pipeline.tune.candidates import Candidate
+from trtpipe.pipeline.tune.search import CLOSE, Winner
+
+SCHEMA = "trtpipe.tune/1"
+# How the benchmark's search says that nothing meets the objectives; otherwise it was cut short.
+NOTHING_MEETS = ("no rate down to ", "one request at a time does not meet the objectives")
+JSON_NAME, HTML_NAME, RECIPE_NAME = "tune.json", "tune.html", "recipe.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One load point: what was sent and came. Times in ms, rates in 1/s; None where unknown."""
+
+    rate: float | None
+    tokens_per_s: float | None
+    ttft_p99: float | None
+    tpot_p50: float | None
+    met: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One measurement of a candidate.
+
+    round, repeat  of the search
+    seconds   that it took, with the building and starting of what it measures
+    start_s   of these until the server was ready, once built
+    rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
+              them, None where that is not known
+    interval  rates between which the limit lies; None for an open side
+    told      why it is less precise than asked for, or what failed; "" for neither
+    report    file of the benchmark's report, relative to the study's folder
+    """
+
+    candidate: Candidate
+    round: int
+    repeat: int
+    seconds: float
+    rate: float | None
+    start_s: float = 0.0
+    interval: tuple[float | None, float | None] = (None, None)
+    told: str = ""
+    points: tuple[Point, ...] = ()
+    report: str = ""
+
+    @property
+    def best(self) -> Point | None:
+        """The load point of the highest rate that met the objectives."""
+        return max((point for point in self.points if point.met), key=lambda point: point.rate or 0.0, default=None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens/s at that rate."""
+        return None if self.best is None else self.best.tokens_per_s
+
+    def said(self) -> str:
+        """The result in a few words."""
+        if self.rate is None:
+            return f"not measured: {self.told}"
+        low, high = ("open" if side is None else f"{side:g}" for side in self.interval)
+        return f"{self.rate:.4g} requests/s ({low} to {high})" + (f"; {self.told}" if self.told else "")
+
+    @classmethod
+    def measured(cls, bench: BenchReport, **known: Any) -> Run:
+        """A run from the report of its search for a rate."""
+        found = bench.searches[0].found
+        passed = {step.rate for step in found.steps if step.passed}
+        points = [
+            Point(
+                rate=result.load["rate"],
+                tokens_per_s=result.metrics["output_token_throughput"]["value"],
+                ttft_p99=result.metrics["time_to_first_token"]["p99"],
+                tpot_p50=result.metrics["time_per_output_token"]["p50"],
+                met=result.load["rate"] in passed,
+            )
+            for result in bench.results
+            if result.load["kind"] == "open" and not result.interrupted
+        ]
+        rate = found.rate
+        if rate is None:
+            rate = 0.0 if (found.ended or "").startswith(NOTHING_MEETS) else None
+        else:
+            # In a short load point a queue may grow whose requests still meet the objectives: what was answered counts.
+            there = (one for one in bench.results if one.load.get("rate") == rate and not one.interrupted)
+            good = (one.metrics["request_goodput"]["value"] for one in there)
+            answered = [value for value in good if value is not None]
+            rate = min(rate, sum(answered) / len(answered)) if answered else rate
+        return cls(rate=rate, interval=found.interval, told=found.ended or "", points=tuple(points), **known)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "candidate": dict(self.candidate.changes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Run:
+        points = tuple(Point(**point) for point in value["points"])
+        low, high = value["interval"]
+        candidate = Candidate.of(value["candidate"])
+        return cls(**{**value, "candidate": candidate, "points": points, "interval": (low, high)})
+
+
+@dataclass(kw_only=True)
+class Study:
+    """A search on one machine.
+
+    question  what decides the result: target, settings, objectives, load, time; a study with another is another study
+    left      candidates that were not measured, and why
+    state     complete, out of time, or interrupted
+    price     of the target's GPUs for an hour, if known
+    """
+
+    target: str
+    question: dict[str, Any]
+    folder: Path
+    runs: list[Run] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    winner: Winner | None = None
+    state: str = "interrupted"
+    price: float | None = None
+
+    @classmethod
+    def open(cls, target: str, question: dict[str, Any], folder: Path) -> Study:
+        """The study in `folder` with its runs so far; an empty one where there is none, or another version wrote it."""
+        runs = []
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            runs = [Run.from_json(run) for run in load_json(folder / JSON_NAME)["runs"]]
+        return cls(target=target, question=question, folder=folder, runs=runs)
+
+    @property
+    def spent_s(self) -> float:
+        return sum(run.seconds for run in self.runs)
+
+    def find(self, candidate: Candidate, number: int, repeat: int) -> Run | None:
+        return next(
+            (one for one in self.runs if (one.candidate, one.round, one.repeat) == (candidate, number, repeat)), None
+        )
+
+    def of(self, candidate: Candidate) -> list[Run]:
+        """Runs of a candidate's last round that has a result; without one, of its last."""
+        every = [run for run in self.runs if run.candidate == candidate]
+        runs = [run for run in every if run.rate is not None] or every
+        return [run for run in runs if run.round == max(one.round for one in runs)]
+
+    def candidates(self) -> list[Candidate]:
+        """Those that were measured, the best of the latest rounds first."""
+
+        def order(one: Candidate) -> tuple[int, float]:
+            runs = self.of(one)
+            return -runs[0].round, -max(run.rate or -1.0 for run in runs)
+
+        return sorted(dict.fromkeys(run.candidate for run in self.runs), key=order)
+
+    def cost(self, run: Run) -> float | None:
+        """Price of a million output tokens at a run's rate."""
+        tokens = run.tokens_per_s
+        return None if self.price is None or not tokens else self.price / (tokens * 3600) * 1e6
+
+    def said(self) -> str:
+        """The result in one line."""
+        if self.winner is None:
+            return "nothing was measured"
+        cut = "" if self.winner.complete else "; time was over before the last round"
+        if not self.winner.candidate.changes:
+            return f"the target serves best as it is: nothing that was tried gains more than {CLOSE:.0%}{cut}"
+        runs = self.of(self.winner.candidate)
+        rate = sum(run.rate or 0.0 for run in runs) / len(runs)
+        gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%} over the target as it is"
+        return f"{self.winner.candidate.name}: {rate:.4g} requests/s within the objectives{gain}{cut}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA, "target": self.target, "question": self.question, "state": self.state,
+            "price_per_hour": self.price, "said": self.said(),
+            "winner": None if self.winner is None else {
+                "changes": dict(self.winner.candidate.changes), "gain": self.winner.gain,
+                "complete": self.winner.complete,
+            },
+            "not_measured": self.left, "runs": [run.to_json() for run in self.runs],
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """Raises HostError."""
+        put(self.folder, {JSON_NAME: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"})
+
+
+def put(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files of a study. Raises HostError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_whole(folder / name, text)
+    except OSError as error:
+        raise HostError(f"{folder} cannot be written", why=error.strerror or str(error)) from None
+
+
+def best_run(runs: Sequence[Run]) -> Run:
+    """The run of the highest rate."""
+    return max(runs, key=lambda run: -1.0 if run.rate is None else run.rate)

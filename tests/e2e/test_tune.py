@@ -1,0 +1,45 @@
+"""`trtpipe tune` on real servers: vLLM on this machine's CPU, each candidate built, served and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import trtpipe
+from tests.e2e.conftest import Cli
+from tests.support.factories import hf_folder
+from trtpipe.pipeline.serving.engine_python import beside
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        beside() is None, reason="no vLLM beside this environment: `make setup-vllm`, on Linux x86-64 and Python 3.11"
+    ),
+]
+
+TARGET = "tiny.cpu.fp32.vllm"
+
+
+def test_a_target_of_vllm_is_tuned_from_a_batch_of_one(cli: Cli, tmp_path: Path) -> None:
+    """The model is small, so that a step of one request and of two take the same time: a larger batch must win."""
+    model = hf_folder(
+        tmp_path / "tiny", dtype="F32", hidden_size=128, intermediate_size=192, num_attention_heads=4,
+        num_key_value_heads=2, torch_dtype="float32",
+    )  # fmt: skip
+    sizes = ("max_batch_size=1", "max_input_len=128", "max_seq_len=192", "max_num_tokens=128")
+    words = [word for size in sizes for word in ("--set", f"build.{size}")]
+    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", "--runtime", "vllm", *words)
+    asked = ("tune", TARGET, "--slo", "latency:p50<3s", "--find", "max-rate", "--minutes", "12",
+             "--input-tokens", "16", "--output-tokens", "32", "--json")  # fmt: skip
+    study = json.loads(cli.ok(*asked).out)
+    assert study["winner"]["changes"]["build.max_batch_size"] == 2
+    assert study["winner"]["gain"] > 0.05
+    (folder,) = (cli.folder / "runs" / TARGET / "tune").iterdir()
+    for run in study["runs"]:
+        assert (folder / run["report"]).is_file() or run["told"]
+    assert trtpipe.settings(recipe=folder / "recipe.yaml").build.max_batch_size == 2
+    # The search is over: asked again, nothing is measured.
+    assert json.loads(cli.ok(*asked).out)["runs"] == study["runs"]

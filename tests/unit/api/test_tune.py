@@ -1,0 +1,141 @@
+"""`trtpipe.tune` with a stand-in for serving and measuring: what is kept, how it goes on, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trtpipe
+from tests.support.factories import hf_folder
+from trtpipe.pipeline.api import tune as module
+from trtpipe.pipeline.tune.candidates import Candidate
+from trtpipe.pipeline.tune.study import Point, Run
+
+pytestmark = pytest.mark.process
+
+SLO = "ttft:p99<1s"
+# What a change multiplies the rate by.
+GAINS = {"max_batch_size=16": 1.5, "preprocessing_instance_count=2": 1.2, "max_num_tokens=4096": 0.7}
+
+
+class Machine:
+    """Serves and measures in no time; after `most` measurements Ctrl-C is pressed."""
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[str, int]] = []
+        self.most = 1000
+        self.broken = ""
+
+    def __call__(self, session: Any, candidate: Candidate, number: int, repeat: int, begun: float) -> Run:
+        if len(self.measured) == self.most:
+            raise KeyboardInterrupt
+        if self.broken and self.broken in candidate.name:
+            raise trtpipe.StageFailed("the server has no memory left")
+        self.measured.append((candidate.name, number))
+        rate = 10.0
+        for change, gain in GAINS.items():
+            rate *= gain if change in candidate.name else 1
+        point = Point(rate=rate, tokens_per_s=16 * rate, ttft_p99=200.0, tpot_p50=20.0, met=True)
+        return Run(
+            candidate=candidate, round=number, repeat=repeat, seconds=5.0, start_s=1.0, rate=rate,
+            interval=(rate, rate * 1.1), points=(point,),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(module._Session, "_served", lambda session, *arguments: made(session, *arguments))
+    return made
+
+
+@pytest.fixture
+def target(in_folder: Path) -> str:
+    sizes = {"build.max_batch_size": 8, "build.max_input_len": 128, "build.max_seq_len": 192}
+    model = hf_folder(in_folder / "tiny", dtype="F32", max_position_embeddings=256)
+    return trtpipe.build(model=str(model), gpu="cpu", dtype="fp32", set=sizes).target
+
+
+def test_the_result_is_a_recipe_with_every_measurement_beside_it(machine: Machine, target: str) -> None:
+    study = trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16, price=3.6)
+    assert study.state == "complete"
+    assert study.said() == (
+        "build.max_batch_size=16, serving.preprocessing_instance_count=2: 18 requests/s within the objectives, +80% "
+        "over the target as it is"
+    )
+    built = trtpipe.settings(recipe=study.folder / "recipe.yaml")
+    assert (built.target, built.build.max_batch_size, built.serving.preprocessing_instance_count) == (target, 16, 2)
+    assert built.build.max_seq_len == 192
+    written = json.loads((study.folder / "tune.json").read_text())
+    assert written["schema"] == "trtpipe.tune/1"
+    assert written["winner"]["changes"] == {"build.max_batch_size": 16, "serving.preprocessing_instance_count": 2}
+    assert written["runs"][0]["candidate"] == {}
+    assert len(written["runs"]) == len(machine.measured)
+    # 3.6 an hour for 288 tokens a second
+    assert study.cost(study.of(study.winner.candidate)[0]) == pytest.approx(3.472, rel=1e-3)  # type: ignore[union-attr]
+    page = (study.folder / "tune.html").read_text()
+    assert "+80% over the target as it is." in page
+    assert "preprocessing_instance_count=2" in page
+
+
+def test_after_ctrl_c_the_same_call_goes_on(machine: Machine, target: str) -> None:
+    machine.most = 5
+    with pytest.raises(KeyboardInterrupt):
+        trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16)
+    (folder,) = Path("runs", target, "tune").iterdir()
+    assert json.loads((folder / "tune.json").read_text())["state"] == "interrupted"
+    assert (folder / "recipe.yaml").exists()
+    assert (folder / "tune.html").exists()
+    machine.most = 1000
+    study = trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16)
+    assert study.folder == folder
+    assert len(set(machine.measured)) == len(machine.measured)  # nothing twice
+    # Another question is another study.
+    assert trtpipe.tune(target, "ttft:2s", input_tokens=32, output_tokens=16).folder != folder
+
+
+def test_a_candidate_that_cannot_be_served_is_told_and_left(machine: Machine, target: str) -> None:
+    machine.broken = "max_batch_size=16"
+    study = trtpipe.tune(target, SLO)
+    assert study.winner is not None
+    assert dict(study.winner.candidate.changes) == {"serving.preprocessing_instance_count": 2}
+    failed = [run for run in study.runs if run.rate is None]
+    assert {run.told for run in failed} == {"the server has no memory left"}
+    assert "The server has no memory left." in (study.folder / "tune.html").read_text()
+    machine.broken = "as it is"
+    with pytest.raises(trtpipe.StageFailed, match="no memory"):
+        trtpipe.tune(target, "ttft:3s")
+
+
+def test_a_short_time_leaves_candidates_out_and_says_so(machine: Machine, target: str) -> None:
+    study = trtpipe.tune(target, SLO, minutes=2)
+    assert len(study.left) >= 5
+    assert set(study.left.values()) == {"there was no time for it: give more --minutes"}
+    assert len({name for name, _ in machine.measured}) <= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"slo": []}, "nothing says what a load has to meet"),
+        ({"slo": "ttft"}, "'ttft' is not an objective"),
+        ({"minutes": 0}, "--minutes is 0"),
+        ({"find": "max-speed"}, "unknown goal 'max-speed'"),
+        ({"price": -1}, "--price is -1"),
+        ({"input_tokens": 300}, "prompts of 300 tokens are more than"),
+        ({"target": "nothing"}, "there is no target 'nothing'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_served(
+    arguments: dict[str, Any], message: str, machine: Machine, target: str
+) -> None:
+    given: dict[str, Any] = {"target": target, "slo": SLO, **arguments}
+    call: Callable[..., Any] = trtpipe.tune
+    with pytest.raises(trtpipe.UsageError, match=message):
+        call(**given)
+    assert not machine.measured
+    assert not Path("runs", target, "tune").exists()

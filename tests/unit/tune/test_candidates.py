@@ -1,0 +1,79 @@
+"""Which settings are changed for which runtime, and which candidates the planner leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import trtpipe
+from tests.benchmarks.studies.predictions import planned
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.results.slo import parse_objective
+from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate, single_changes
+from trtpipe.pipeline.tune.prior import expected_rate, worth_measuring
+
+
+def changed(runtime: str, gpu: str) -> set[str]:
+    spec = trtpipe.settings(model="llama3-8b", gpu=gpu, dtype="bf16", runtime=runtime)
+    found = single_changes(runtime, spec.build, spec.serving, on_cpu=spec.gpu.is_cpu)
+    assert len(set(found)) == len(found)
+    now = {value.name: value.value for value in spec.values}
+    assert all(now[name] != value for one in found for name, value in one.changes)
+    return {name.partition(".")[2] for one in found for name in one.settings}
+
+
+def test_each_runtime_is_searched_in_the_settings_that_it_follows() -> None:
+    sizes, stubs = {"max_batch_size", "max_num_tokens"}, {"engine_instance_count", "preprocessing_instance_count"}
+    policy, memory = {"batch_scheduler_policy", "enable_chunked_context"}, {"kv_cache_free_gpu_mem_fraction"}
+    assert changed("tensorrt_llm", "h100") == sizes | policy | memory | {"preprocessing_instance_count"}
+    assert changed("vllm", "h100") == sizes | stubs | memory
+    assert changed("vllm", "cpu") == sizes | stubs
+    assert changed("reference", "cpu") == sizes | stubs | policy
+
+
+def rate(**changes: Any) -> float | None:
+    gpu = changes.pop("gpu", "h100")
+    runtime = None if gpu == "cpu" else "tensorrt_llm"
+    spec = trtpipe.settings(model="llama3-8b", gpu=gpu, dtype="bf16", runtime=runtime, set=changes)
+    shape = planned("h100", "llama3-8b", "bf16").option
+    assert shape is not None
+    return expected_rate(
+        shape.model, spec.gpu, spec.precision, 1, spec.runtime, spec.build, spec.serving,
+        Demand(Work(input_tokens="512", output_tokens="256")), [parse_objective("tpot:50ms")],
+    )  # fmt: skip
+
+
+def test_the_planner_expects_more_of_a_larger_batch_and_nothing_of_a_cpu() -> None:
+    few, many = rate(**{"build.max_batch_size": 4}), rate(**{"build.max_batch_size": 32})
+    assert few is not None
+    assert many is not None
+    assert many > 3 * few > 0
+    assert rate(gpu="cpu") is None
+
+
+def test_an_engine_is_compiled_anew_only_where_that_is_expected_to_pay() -> None:
+    batch, tokens, share, policy = (
+        Candidate.of({name: value})
+        for name, value in (
+            ("build.max_batch_size", 128), ("build.max_num_tokens", 64),
+            ("serving.kv_cache_free_gpu_mem_fraction", 0.8), ("serving.batch_scheduler_policy", "max_utilization"),
+        )
+    )  # fmt: skip
+    expected = {AS_IT_IS: 10.0, batch: 10.6, tokens: 10.4, share: 9.0, policy: 10.0}
+    every = [tokens, share, policy, batch]
+    kept, left = worth_measuring(every, expected, compiled=True)
+    assert kept == [batch, policy, share]
+    assert left == {
+        "build.max_num_tokens=64": "it needs another engine, and the planner expects 10.4 instead of 10 clients/s"
+    }
+    assert worth_measuring(every, expected, compiled=False) == ([batch, tokens, policy, share], {})
+    kept, left = worth_measuring(every, {}, compiled=True)
+    assert kept == [share, policy]
+    assert len(left) == 2
+
+
+@pytest.mark.parametrize(("changes", "name"), [({}, "as it is"), ({"b.c": False, "a.b": 2}, "a.b=2, b.c=false")])
+def test_a_candidate_is_called_by_what_it_changes(changes: dict[str, Any], name: str) -> None:
+    assert Candidate.of(changes).name == name

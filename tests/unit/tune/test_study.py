@@ -1,0 +1,80 @@
+"""A measurement from the report of a search for a rate, and a search that ends at its limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.factories import write_tokenizer
+from trtpipe.pipeline.api.bench import choose, measure
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.search import Found, Step, Trial
+from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
+from trtpipe.pipeline.tune.study import Point, Run
+
+KNOWN: dict[str, Any] = {"candidate": AS_IT_IS, "round": 0, "repeat": 0, "seconds": 1.0}
+
+
+def report(found: Found, *rates: float) -> Any:
+    def result(rate: float) -> Any:
+        metrics = {
+            "request_goodput": {"value": 3.5}, "output_token_throughput": {"value": 16 * rate},
+            "time_to_first_token": {"p99": 90.0}, "time_per_output_token": {"p50": 11.0},
+        }  # fmt: skip
+        return SimpleNamespace(load={"kind": "open", "rate": rate}, metrics=metrics, interrupted=False)
+
+    return SimpleNamespace(searches=[SimpleNamespace(found=found)], results=[result(rate) for rate in rates])
+
+
+def step(rate: float, *, passed: bool) -> Step:
+    return Step(rate=rate, runs=[Trial(passed=passed, excess=0.5 if passed else 2.0)])
+
+
+def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None:
+    found = Found(rate=4.0, interval=(4.0, 8.0), steps=[step(4.0, passed=True), step(8.0, passed=False)])
+    run = Run.measured(report(found, 4.0, 8.0), **{**KNOWN, "candidate": Candidate.of({"build.max_batch_size": 2})})
+    assert run.points == tuple(
+        Point(rate=rate, tokens_per_s=16 * rate, ttft_p99=90.0, tpot_p50=11.0, met=met)
+        for rate, met in ((4.0, True), (8.0, False))
+    )
+    assert (run.rate, run.tokens_per_s, run.said()) == (3.5, 64.0, "3.5 requests/s (4 to 8)")
+    assert Run.from_json(run.to_json()) == run
+
+
+@pytest.mark.parametrize(
+    ("found", "rate"),
+    [
+        (Found(ended="no rate down to 1 requests/s passes", steps=[step(1.0, passed=False)]), 0.0),
+        (Found(ended="one request at a time does not meet the objectives"), 0.0),
+        (Found(ended="its 60 s were over", steps=[step(4.0, passed=False)]), None),
+        (Found(ended="at 4 requests/s the client was the limit"), None),
+    ],
+)
+def test_objectives_that_are_missed_count_and_a_client_that_was_the_limit_does_not(
+    found: Found, rate: float | None
+) -> None:
+    assert Run.measured(report(found), **KNOWN).rate == rate
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_a_search_ends_at_its_limit_with_the_load_point_that_runs(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    server = MockServerProcess.start(Timing(ttft_s=0.02, itl_s=0.01), tmp_path / "truth.jsonl")
+    try:
+        options, _ = choose(
+            protocol="grpc", grpc_url=f"127.0.0.1:{server.grpc_port}", tokenizer=tmp_path / "tokenizer.json",
+            output_tokens=4, slo="ttft:30s", find="max-rate", rate=5, duration=120,
+        )  # fmt: skip
+        assert options.search is not None
+        measured = measure(replace(options, search=replace(options.search, limit_s=1.0)), None)
+    finally:
+        server.stop()
+    assert measured.searches[0].found.ended == "its 1 s were over"
+    assert not measured.interrupted
+    assert Run.measured(measured, **KNOWN).rate is None
