@@ -99,7 +99,8 @@ def calibrate(figures: Sequence[Figure], efficiency: Efficiency) -> dict[str, di
             return {**values, "slower": base.slower * work, "front_s": base.front_s * front}
 
         def loss(factors: Sequence[float], runs: Sequence[Figure] = runs, runtime: str = runtime) -> float:
-            how = dataclasses.replace(efficiency, runtimes={**efficiency.runtimes, runtime: changed(factors)})
+            row = {**efficiency.runtimes.get(runtime, {}), **changed(factors)}
+            how = dataclasses.replace(efficiency, runtimes={**efficiency.runtimes, runtime: row})
             values = [one for of in compare(runs, how).errors().values() for one in of.values]
             if not values:
                 raise UsageError(f"no run of {runtime} can be planned", remedy="see what --against says of each")

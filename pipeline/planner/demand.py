@@ -51,9 +51,11 @@ class Demand:
         due = due_times(load, (SEED, 0), count=count) / 1e9
         return [one._replace(arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
 
-    def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
+    def together(
+        self, concurrency: int, count: int, front_s: float, *, in_step: bool = False
+    ) -> tuple[list[Asked], Follow]:
         """`count` requests of `concurrency` clients, each of which sends the next as soon as one is answered."""
-        return closed_loop(self._drawn(count), concurrency)
+        return closed_loop(self._drawn(count), concurrency, front_s, in_step=in_step)
 
     def _drawn(self, count: int) -> list[Asked]:
         return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count)]
@@ -96,13 +98,15 @@ class Demand:
             yield client
 
 
-def closed_loop(asked: list[Asked], concurrency: int) -> tuple[list[Asked], Follow]:
-    """First requests of `concurrency` clients, and what each sends next.
+def closed_loop(asked: list[Asked], concurrency: int, front_s: float, *, in_step: bool) -> tuple[list[Asked], Follow]:
+    """First requests of `concurrency` clients, and what each sends next, which is with the engine `front_s` later: it
+    misses the step that begins when its client's last answer ends.
 
-    Clients are out of step, as they are after a while: of its first answer each has some part still to come, drawn
-    evenly. Clients that start together and ask for equal lengths stay in step, and then wait for one another's prompts.
+    in_step  whether all clients start together: asking for equal lengths, they stay in step and wait for one another's
+             prompts. Otherwise they are spread, as `trtpipe bench` spreads them: of its first answer each has some
+             part still to come, drawn evenly
     """
-    parts = generator((SEED, 3)).random(concurrency)
+    parts = np.ones(concurrency) if in_step else generator((SEED, 3)).random(concurrency)
     first = [
         one._replace(arrival=0.0, output=max(1, round(one.output * part)))
         for one, part in zip(asked[:concurrency], parts.tolist(), strict=False)
@@ -111,6 +115,6 @@ def closed_loop(asked: list[Asked], concurrency: int) -> tuple[list[Asked], Foll
 
     def follow(index: int, now: float) -> Asked | None:
         more = next(rest, None)
-        return None if more is None else more._replace(arrival=now)
+        return None if more is None else more._replace(arrival=now + front_s)
 
     return first, follow

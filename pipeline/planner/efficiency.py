@@ -41,6 +41,7 @@ class Efficiency:
     allreduce_s    seconds of an all-reduce besides its bytes: its kernel, and waiting for the slowest GPU
     front_s        seconds from a client to the engine and back, once per request
     slower         factor on a step of this release
+    ahead          1 where a step is put together while the one before runs, else 0
     activations    share of the largest layer's activations that TensorRT reserves
     runtime_gib    GiB that are used before anything is loaded
     runtimes       values that differ from the above for runtimes other than TensorRT-LLM's engines
@@ -70,6 +71,7 @@ class Efficiency:
     releases: dict[str, dict[str, float]]
     errors: dict[str, dict[str, float]]
     slower: float = 1.0
+    ahead: float = 0
     runtime: str = "tensorrt_llm"
 
     def of(self, runtime: str, release: str | None = None) -> Efficiency:
@@ -135,7 +137,8 @@ def load_efficiency() -> Efficiency:
     own = read.build(Own, read.read_yaml(own_file()), str(own_file()))
     for name, values in own.runtimes.items():
         read.check_keys(values, [*OVERHEADS, "slower", "front_s"], f"{own_file()}, {name}")
-    return dataclasses.replace(shipped, runtimes={**shipped.runtimes, **own.runtimes})
+    rows = {name: {**shipped.runtimes.get(name, {}), **values} for name, values in own.runtimes.items()}
+    return dataclasses.replace(shipped, runtimes={**shipped.runtimes, **rows})
 
 
 @dataclass(frozen=True, kw_only=True)

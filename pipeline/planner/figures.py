@@ -25,6 +25,8 @@ from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
 # Quantities of a run: column of the table -> name in a report.
 QUANTITIES = {"output_tokens_per_s": "tokens/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
+# How the clients of a closed loop are.
+CLIENTS = ("spread", "in_step")
 # Requests of a run whose table does not say how many.
 AT_A_RATE = 500
 TOKENS_PER_BLOCK = 64
@@ -36,6 +38,8 @@ class Figure:
 
     requests_per_s  rate of a Poisson process, or
     concurrency     clients that each send the next request when one is answered, or neither: all requests at once
+    clients         how those are: `spread` over a request's time, as `trtpipe bench` spreads them, or `in_step`, as
+                    load generators leave them that start all at once and ask for equal lengths
     requests        number of requests; with `concurrency`, no more than it: one batch
     max_batch_size, max_num_tokens, kv_fraction  what the engine was served with; where left out, what `plan` takes
     """
@@ -51,6 +55,7 @@ class Figure:
     release: str | None = None
     requests_per_s: float | None = None
     concurrency: int | None = None
+    clients: str = "spread"
     requests: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -108,6 +113,8 @@ def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Figure:
     missing = [name for name in ("gpu", "model", "input_tokens", "output_tokens") if name not in given]
     if missing:
         raise InputDataError(f"{where} has no {missing[0]}", remedy="fill the cell")
+    if given.get("clients", "spread") not in CLIENTS:
+        raise InputDataError(f"{where}: clients is '{given['clients'][:60]}'", remedy=f"give {' or '.join(CLIENTS)}")
     return Figure(**given)
 
 
@@ -156,6 +163,9 @@ def _option(
             kv_cache_free_gpu_mem_fraction=fraction,
         )  # fmt: skip
     made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
+    if batch is None and tokens is not None:
+        limits = dataclasses.replace(made.limits, max_num_tokens=max(tokens, made.limits.max_batch_size))
+        made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
     made.require_fit(prompt + answer)
     return made
 
@@ -174,11 +184,11 @@ def _simulated(figure: Figure, made: Option) -> Prediction:
     one = Asked(0.0, figure.input_tokens, figure.output_tokens)
     front = made.cost.efficiency.front_s
     if figure.concurrency is not None and (figure.requests or figure.concurrency + 1) > figure.concurrency:
-        clients = figure.concurrency
+        clients, in_step = figure.concurrency, figure.clients == "in_step"
         count = max(40, 4 * clients)
-        first, follow = closed_loop([one] * count, clients)
+        first, follow = closed_loop([one] * count, clients, front, in_step=in_step)
         timeline = simulate(first, made.places, made.seconds, follow=follow)
-        return Prediction.of(timeline, None, front, {}, clients)
+        return Prediction.of(timeline, None, front, {}, clients, in_step=in_step)
     if figure.requests_per_s is not None:
         count = figure.requests or AT_A_RATE
         gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, count)

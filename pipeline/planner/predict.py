@@ -84,6 +84,7 @@ class Option:
         return Places(
             batch=self.limits.max_batch_size, tokens=self.limits.max_num_tokens, kv_blocks=self.memory.kv_blocks,
             tokens_per_block=self.limits.tokens_per_block, chunked=self.chunked, window=self.window,
+            ahead=bool(self.cost.efficiency.ahead),
         )  # fmt: skip
 
     def seconds(self, step: Step) -> float:
@@ -118,8 +119,14 @@ class Option:
 
     def together(self, demand: Demand, concurrency: int) -> Prediction:
         """Predict `concurrency` clients, each of which sends its next request as soon as one is answered."""
-        asked, follow = demand.together(concurrency, max(40, 4 * concurrency))
+        asked, follow = demand.together(concurrency, max(40, 4 * concurrency), self.cost.efficiency.front_s)
         return self._predict(asked, follow, None, True)
+
+    def waves(self, demand: Demand, concurrency: int, number: int = 4) -> Prediction:
+        """Predict clients that start together and send `number` requests each: the whole run, its start too."""
+        front = self.cost.efficiency.front_s
+        asked, follow = demand.together(concurrency, number * concurrency, front, in_step=True)
+        return Prediction.whole(simulate(asked, self.places, self.seconds, follow=follow), front)
 
     def full(self, demand: Demand) -> Prediction:
         """Predict as many clients as the batch has slots."""
@@ -187,10 +194,12 @@ class Prediction:
 
     @classmethod
     def of(
-        cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float], clients: int
-    ) -> Prediction:
-        """`clients` is the number of requests at once of a closed loop. Tokens are counted when they come, not when
-        their request ends: in a run of equal requests, whole waves end together inside the window or outside it."""
+        cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float], clients: int,
+        *, in_step: bool = False,
+    ) -> Prediction:  # fmt: skip
+        """`clients` is the number of requests at once of a closed loop, in step or spread. Tokens are counted when they
+        come, not when their request ends: in a run of equal requests, whole waves end together inside the window or
+        outside it."""
         served = [
             (one.arrival, one.output, first, end)
             for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
@@ -201,9 +210,10 @@ class Prediction:
         arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
         if offered is None:
             # From when every client has had its first answer, which was cut short, until the last request is sent.
+            # In step no answer is cut: from the first answer on.
             order = np.sort(end)
             start, stop = (
-                order[min(clients, len(order) // 2) - 1],
+                order[0 if in_step else min(clients, len(order) // 2) - 1],
                 order[max(len(order) - clients - 1, len(order) // 2)],
             )
         else:

@@ -41,6 +41,7 @@ class Places:
     kv_blocks  number of blocks of tokens_per_block tokens
     chunked    whether a prompt may be spread over steps
     window     tokens of a sequence that the cache keeps; None: all
+    ahead      whether a step is put together while the one before runs: requests that come meanwhile miss both
     """
 
     batch: int
@@ -49,6 +50,7 @@ class Places:
     tokens_per_block: int = 32
     chunked: bool = True
     window: int | None = None
+    ahead: bool = False
 
     def blocks(self, asked: Asked) -> int:
         tokens = asked.input + asked.output
@@ -111,19 +113,20 @@ class _Simulation:
         self._cached = 0  # cached tokens of all decoding sequences
         self._step = 0
         self._now = 0.0
+        self._seen = 0.0  # until when requests may have come that the next step takes
         for asked in requests:
             self._add(asked)
 
     def run(self) -> Timeline:
         while True:
             self._finish()
-            while self._coming and self._coming[0][0] <= self._now:
+            while self._coming and self._coming[0][0] <= self._seen:
                 self._waiting.append(heapq.heappop(self._coming)[1])
             self._take()
             if not self._active:
                 if not self._coming:
                     return self._out
-                self._now = self._coming[0][0]
+                self._now = self._seen = max(self._now, self._coming[0][0])
                 continue
             self._advance()
 
@@ -188,6 +191,7 @@ class _Simulation:
         if self._decoding:
             self._out.gaps.append((took, repeat * self._decoding))
         self._now += repeat * took
+        self._seen = self._now - took if self._places.ahead else self._now
         self._out.busy += repeat * took
         self._out.steps += repeat
         self._step += repeat

@@ -1,28 +1,25 @@
-"""Published figures of TensorRT-LLM (tests/data/published), our own of vLLM (docs/measurements/h200.json), and what the
-planner says of the latter."""
+"""Published figures of TensorRT-LLM (tests/data/published), our own of vLLM (docs/measurements), and what the planner
+says of the latter."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
 
 from tests.support.paths import DATA, ROOT
-from trtpipe.configs.facts import find_gpu, find_shape
-from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
-from trtpipe.pipeline.planner.cost import StepCost
-from trtpipe.pipeline.planner.efficiency import Efficiency
+from trtpipe.configs import facts
+from trtpipe.engines.quantization import resolve_precision
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.figures import Figure, read
-from trtpipe.pipeline.planner.memory import Limits, memory
-from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
+from trtpipe.pipeline.planner.memory import Limits
+from trtpipe.pipeline.planner.predict import Option, Prediction
 
 PUBLISHED = DATA / "published" / "figures.csv"
-MEASURED = ROOT / "docs" / "measurements" / "h200.json"
-
-
-_shape = functools.lru_cache(maxsize=None)(find_shape)
-_gpu = functools.lru_cache(maxsize=None)(find_gpu)
+MEASURED = ROOT / "docs" / "measurements"
 
 
 def figures() -> list[Figure]:
@@ -30,36 +27,41 @@ def figures() -> list[Figure]:
 
 
 @dataclass(frozen=True)
-class Together:
-    """So many clients at once, each asking again when it is answered."""
+class Waves:
+    """Clients that start together and each ask again when answered, four times; `ttft_ms` is a median."""
 
-    quantization: Quantization
+    gpu: str
+    dtype: str
     concurrency: int
     tokens_per_s: float
+    ttft_ms: float | None
 
 
-def vllm() -> list[Together]:
-    """Our own runs of vLLM, all places together: what `make gpu-e2e` measured. Only those of 16 bits are fitted to."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["engine"]["result"]
-    precisions = {"bf16": UNQUANTIZED, "fp8": Quantization(quant_algo=QuantAlgo.FP8)}
+def vllm() -> list[Waves]:
+    """Our own runs of vLLM, as `make gpu-e2e` measured them. Only those of 16 bits on the H200 are fitted to."""
     return [
-        Together(quantization, int(concurrency), speed["waves"])
-        for name, quantization in precisions.items()
-        for concurrency, speed in measured[name]["in_process"].items()
+        Waves(gpu, dtype, int(concurrency), speed["waves"], speed.get("ttft_p50_ms"))
+        for gpu in ("h200", "h100")
+        for measured in (json.loads((MEASURED / f"{gpu}.json").read_text(encoding="utf-8"))["engine"]["result"],)
+        for dtype in ("bf16", "fp8")
+        for concurrency, speed in measured[dtype]["in_process"].items()
     ]
 
 
-def together(point: Together, how: Efficiency) -> float:
-    """Tokens/s that the planner says of such a run: Llama 3 8B on an H200, 128 tokens in and out."""
-    model, gpu, mapping = _shape("llama3-8b")[1], _gpu("h200"), Mapping()
+def waves(point: Waves, how: Efficiency) -> Prediction:
+    """What the planner says of such a run: Llama 3 8B, 128 tokens in and out."""
+    base = _option(point.gpu, point.dtype)
+    return dataclasses.replace(base, cost=base.cost.under(how)).waves(_demand(), point.concurrency)
+
+
+@functools.cache
+def _demand() -> Demand:
+    return Demand(Work(input_tokens=128, output_tokens=128))
+
+
+@functools.cache
+def _option(gpu: str, dtype: str) -> Option:
+    card, shape = facts.find_gpu(gpu), facts.find_shape("llama3-8b")[1]
+    precision = resolve_precision(dtype, card, facts.load_quant_recipes(), runtime="vllm")
     limits = Limits(max_batch_size=512, max_num_tokens=8192)
-    found = memory(model, DataType.BFLOAT16, mapping, point.quantization, gpu, limits, how)
-    places = Places(batch=512, tokens=8192, kv_blocks=found.kv_blocks)
-    step = StepCost.of(model, DataType.BFLOAT16, mapping, point.quantization, gpu, how)
-    count = 4 * point.concurrency
-    rest = iter(range(count - point.concurrency))
-    made = simulate(
-        [Asked(0.0, 128, 128)] * point.concurrency, places, step.seconds,
-        follow=lambda index, now: Asked(now, 128, 128) if next(rest, None) is not None else None,
-    )  # fmt: skip
-    return count * 128 / max(end for end in made.end if end is not None)
+    return Option.make(shape, card, precision, 1, _demand().lengths(), load_efficiency().of("vllm"), limits)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
+from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
 from trtpipe.configs import facts
 from trtpipe.engines.quantization import resolve_precision
 from trtpipe.pipeline.bench.load.work import Work
@@ -23,13 +23,13 @@ LIMITS = Limits(max_batch_size=512, max_num_tokens=8192)
 def together(
     gpu: str, dtype: str, runtime: str, levels: Sequence[int], *, model: str = "llama3-8b", tp: int = 1
 ) -> dict[str, Any]:
-    """Output tokens a second and the median time to the first token, by clients that each ask again when answered."""
+    """Output tokens a second and the median time to the first token, of what loop.waves measures."""
     _, shape = facts.find_shape(model)
     card = facts.find_gpu(gpu)
     precision = resolve_precision(dtype, card, facts.load_quant_recipes(), runtime=runtime)
     demand = Demand(Work(input_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
     option = Option.make(shape, card, precision, tp, demand.lengths(), load_efficiency().of(runtime), LIMITS)
-    found = {str(level): option.together(demand, level) for level in levels}
+    found = {str(level): option.waves(demand, level, WAVES) for level in levels}
     return {
         level: {"tokens_per_s": one.tokens_per_s, "ttft_p50_ms": float(np.median(one.ttft))}
         for level, one in found.items()

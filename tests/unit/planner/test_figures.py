@@ -57,6 +57,7 @@ def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path)
         (HEAD + "h100,llama3.1-8b,bf16,500,200,-1,3000\n", "line 2: concurrency is -1"),
         (HEAD + "h100,llama3.1-8b\n", "line 2 has not as many cells as the head"),
         (HEAD + ",llama3.1-8b,bf16,500,200,1,3000\n", "line 2 has no gpu"),
+        (HEAD.replace("dtype", "clients") + "h100,llama3.1-8b,apart,5,2,1,3\n", "'apart'; give spread or in_step"),
         ("", "has no column gpu"),
     ],
 )  # fmt: skip
@@ -76,13 +77,14 @@ def test_tokens_are_counted_when_they_come_and_not_when_their_request_ends() -> 
     assert found.tokens_per_s == pytest.approx(8.0, rel=0.02)
 
 
-def test_clients_of_a_closed_loop_are_out_of_step() -> None:
-    first, follow = closed_loop([Asked(0.0, 10, 1000)] * 200, 100)
+def test_clients_of_a_closed_loop_are_spread_or_in_step() -> None:
+    first, follow = closed_loop([Asked(0.0, 10, 1000)] * 200, 100, 0.5, in_step=False)
     outputs = sorted(one.output for one in first)
     assert outputs[0] < 50
     assert 450 < outputs[50] < 550
     assert outputs[-1] > 950
-    assert follow(0, 7.0) == Asked(7.0, 10, 1000)
+    assert follow(0, 7.0) == Asked(7.5, 10, 1000)
+    assert closed_loop([Asked(0.0, 10, 1000)] * 3, 2, 0.5, in_step=True)[0] == [Asked(0.0, 10, 1000)] * 2
 
 
 def test_a_refit_finds_the_overheads_that_made_the_runs() -> None:

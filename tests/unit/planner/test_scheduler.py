@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,13 @@ def test_what_is_found_in_the_cache_is_not_computed() -> None:
     simulate([Asked(0.0, 100, 2, reused=60)], WIDE, second, watch=lambda repeat, step: steps.append(step))
     assert steps[0] == Step(context=40, decoding=0, cached=0, work=40 * 80, logits=1)
     assert steps[1] == Step(context=0, decoding=1, cached=101, work=0, logits=1)
+
+
+def test_a_request_that_comes_in_a_step_misses_the_next_too_where_that_is_put_together_ahead() -> None:
+    asked = [Asked(0.0, 10, 9), Asked(2.5, 10, 2), Asked(20.0, 10, 2)]
+    assert simulate(asked, WIDE, second).first == [1.0, 4.0, 21.0]
+    found = simulate(asked, dataclasses.replace(WIDE, ahead=True), second)
+    assert found.first == [1.0, 5.0, 21.0]  # an idle engine waits for nothing
 
 
 def test_a_client_asks_again_when_its_answer_has_ended() -> None:
