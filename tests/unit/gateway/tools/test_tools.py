@@ -229,7 +229,7 @@ UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
         (
             history(called(), {"role": "tool", "content": "x", "tool_call_id": "b"}),
             "messages.2.tool_call_id",
-            "no earlier message has a call",
+            "no call with that id",
         ),
         (
             history({"role": "user", "content": "x", "tool_call_id": "a"}),
