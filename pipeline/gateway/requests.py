@@ -279,6 +279,11 @@ def _place(error: ErrorDetails, raw: Any) -> str:
     return ".".join(out)
 
 
+def _told(one: Any) -> str:
+    """What pydantic says of an error, without the name of a class of ours."""
+    return "Input should be an object" if one["type"] in ("model_type", "dict_type") else str(one["msg"])
+
+
 def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -> Failure:
     """The Failure for the first error, with its field; for an unknown field also with the nearest known one."""
     every = [(_place(one, raw), one) for one in error.errors(include_url=False, include_context=False)]
@@ -295,6 +300,6 @@ def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -
         return wrong(f"unknown field '{shown}'{hint}", shown, "unknown_parameter")
     if first["type"] == "missing":
         return wrong(f"'{shown}' is missing", shown, "missing_parameter")
-    wanted = dict.fromkeys(str(one["msg"]).removeprefix("Input should be ") for at, one in every if at == place)
-    told = first["msg"] if len(wanted) == 1 else f"Input should be {' or '.join(wanted)}"
+    wanted = dict.fromkeys(_told(one).removeprefix("Input should be ") for at, one in every if at == place)
+    told = _told(first) if len(wanted) == 1 else f"Input should be {' or '.join(wanted)}"
     return wrong(f"'{shown}': {told}", shown, "invalid_value")

@@ -456,6 +456,7 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
             "'messages.0.content': Input should be a valid string or a valid list",
         ),
         (chat(stop=5), 400, "stop", "'stop': Input should be a valid string or a valid list"),
+        (chat(stream_options=5), 400, "stream_options", "'stream_options': Input should be an object"),
         (chat(stop=["x", 5]), 400, "stop.1", "'stop.1': Input should be a valid string"),
         (chat("\ud800"), 400, None, "half of a surrogate pair"),
         (chat() | {"\ud800": 1}, 400, None, "half of a surrogate pair"),

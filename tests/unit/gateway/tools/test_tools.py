@@ -213,7 +213,7 @@ UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
         (chat(tools=[function(name="a b")]), "tools.0.function.name", "should match pattern"),
         (chat(tools=[WEATHER, TIME, WEATHER]), "tools.2.function.name", "another tool has the name 'get_weather'"),
         (chat(tools=[{"type": "custom", "custom": {"name": "x"}}]), "tools.0.type", "'function'"),
-        (chat(tools=[function(name="x", parameters=[])]), "tools.0.function.parameters", "valid dictionary"),
+        (chat(tools=[function(name="x", parameters=[])]), "tools.0.function.parameters", "an object"),
         (chat(tools=[function(name="x", parameters={"type": "array"})]), "tools.0.function.parameters", "an object"),
         (chat(tools=[function(name=f"x{n}") for n in range(129)]), "tools", "at most 128 items"),
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "f"}}), "tool_choice", "not in"),
