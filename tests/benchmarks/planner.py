@@ -312,7 +312,8 @@ def fit_vllm(how: Efficiency) -> dict[str, float]:
         for layer in (5e-6, 1.5e-5, 2.5e-5, 3.5e-5)
         for request in (2e-6, 4e-6, 6e-6, 9e-6, 1.2e-5)
     ]
-    return {**min(grid, key=off), "ahead": base.ahead}
+    best: dict[str, float] = min(grid, key=off)
+    return {**best, "ahead": base.ahead}
 
 
 def _probed() -> dict[str, float]:
