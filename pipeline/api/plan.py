@@ -80,12 +80,12 @@ def against(file: Path, *, calibrate: bool = False) -> tuple[Comparison, Path | 
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.planner import against as compared
     from trtpipe.pipeline.planner.efficiency import load_efficiency
-    from trtpipe.pipeline.planner.figures import read
+    from trtpipe.pipeline.planner.measured_runs import read
 
     figures = read(file)
     kept = compared.write(compared.calibrate(figures, load_efficiency())) if calibrate else None
     found = compared.compare(figures, load_efficiency())
-    if not found.said:
+    if not found.predicted:
         why = found.refused[0][1] if found.refused else "it has no rows"
         raise UsageError(f"no run of {file} can be planned", why=why)
     return found, kept

@@ -15,7 +15,7 @@ import yaml
 from trtpipe.configs import read
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.planner.efficiency import OVERHEADS, Efficiency, own_file
-from trtpipe.pipeline.planner.figures import QUANTITIES, Errors, Figure, Said, errors, say
+from trtpipe.pipeline.planner.measured_runs import QUANTITIES, Errors, MeasuredRun, PredictedRun, errors, predict_run
 from trtpipe.pipeline.planner.tables import Table
 
 # Rounds of a refit, each with a step half as long as the one before: factors are found within 2%.
@@ -25,14 +25,14 @@ HEADER = "# Written by `trtpipe plan --calibrate` from measured runs; goes befor
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the planner says of each run, and the runs that cannot be planned: (name, why)."""
+    """Predictions of the runs, and the runs that cannot be planned: (name, why)."""
 
-    said: tuple[tuple[Figure, Said], ...]
+    predicted: tuple[tuple[MeasuredRun, PredictedRun], ...]
     refused: tuple[tuple[str, str], ...]
 
     def errors(self) -> dict[str, Errors]:
         """By quantity, of those that were measured."""
-        found = {quantity: errors(self.said, quantity) for quantity in QUANTITIES}
+        found = {quantity: errors(self.predicted, quantity) for quantity in QUANTITIES}
         return {quantity: one for quantity, one in found.items() if one.values}
 
     def to_json(self) -> dict[str, Any]:
@@ -41,23 +41,23 @@ class Comparison:
                 quantity: {"runs": len(one.values), "mean_absolute": one.mean, "mean": one.bias}
                 for quantity, one in self.errors().items()
             },
-            "runs": [{"run": name(figure), **vars(one)} for figure, one in self.said],
+            "runs": [{"run": name(figure), **vars(one)} for figure, one in self.predicted],
             "refused": [{"run": run, "why": why} for run, why in self.refused],
         }
 
 
-def compare(figures: Sequence[Figure], efficiency: Efficiency) -> Comparison:
+def compare(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> Comparison:
     """Plan each run."""
-    said, refused = [], []
+    predicted, refused = [], []
     for figure in figures:
         try:
-            said.append((figure, say(figure, efficiency)))
+            predicted.append((figure, predict_run(figure, efficiency)))
         except UsageError as error:
             refused.append((name(figure), str(error)))
-    return Comparison(said=tuple(said), refused=tuple(refused))
+    return Comparison(predicted=tuple(predicted), refused=tuple(refused))
 
 
-def name(figure: Figure) -> str:
+def name(figure: MeasuredRun) -> str:
     load = f"{figure.input_tokens}/{figure.output_tokens}"
     if figure.concurrency is not None:
         load += f", {figure.concurrency} clients"
@@ -68,11 +68,11 @@ def name(figure: Figure) -> str:
 
 def table(found: Comparison) -> Table:
     """Errors by group of runs, the last row of all."""
-    groups: dict[str, list[tuple[Figure, Said]]] = {}
-    for figure, one in found.said:
+    groups: dict[str, list[tuple[MeasuredRun, PredictedRun]]] = {}
+    for figure, one in found.predicted:
         groups.setdefault(f"{figure.group} {figure.dtype}", []).append((figure, one))
     rows: list[list[str | None]] = []
-    for group, members in [*sorted(groups.items()), ("all", list(found.said))]:
+    for group, members in [*sorted(groups.items()), ("all", list(found.predicted))]:
         row: list[str | None] = [group, str(len(members))]
         for quantity in QUANTITIES:
             of = errors(members, quantity)
@@ -82,7 +82,7 @@ def table(found: Comparison) -> Table:
     return Table(title="the planner beside measured runs", columns=columns, rows=rows, worded=False)
 
 
-def calibrate(figures: Sequence[Figure], efficiency: Efficiency) -> dict[str, dict[str, float]]:
+def calibrate(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> dict[str, dict[str, float]]:
     """Overheads of each runtime that brings its runs nearest: one factor on all that it spends besides computing and
     reading, one on the work itself, and the time from a client to the engine. Few, since tables of users are short.
 
@@ -98,7 +98,7 @@ def calibrate(figures: Sequence[Figure], efficiency: Efficiency) -> dict[str, di
             values = {key: getattr(base, key) * beside for key in OVERHEADS}
             return {**values, "slower": base.slower * work, "front_s": base.front_s * front}
 
-        def loss(factors: Sequence[float], runs: Sequence[Figure] = runs, runtime: str = runtime) -> float:
+        def loss(factors: Sequence[float], runs: Sequence[MeasuredRun] = runs, runtime: str = runtime) -> float:
             row = {**efficiency.runtimes.get(runtime, {}), **changed(factors)}
             how = dataclasses.replace(efficiency, runtimes={**efficiency.runtimes, runtime: row})
             values = [one for of in compare(runs, how).errors().values() for one in of.values]

@@ -30,7 +30,15 @@ from tests.support.published import figures, vllm, waves
 from trtpipe.configs import facts
 from trtpipe.pipeline.planner.cost import Step, StepCost, link_of
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
-from trtpipe.pipeline.planner.figures import QUANTITIES, Figure, Said, at_once, errors, option, say
+from trtpipe.pipeline.planner.measured_runs import (
+    QUANTITIES,
+    MeasuredRun,
+    PredictedRun,
+    at_once,
+    errors,
+    option,
+    predict_run,
+)
 
 FOLDS = 5
 PROBED = "h200"
@@ -63,7 +71,7 @@ Key = tuple[str, ...]
 class Batch:
     """Figures whose steps are known beforehand, for fast evaluation: steps of all of them, one after another."""
 
-    figures: list[Figure]
+    figures: list[MeasuredRun]
     costs: list[StepCost]
     repeat: Any
     step: Step
@@ -105,8 +113,8 @@ class _Several(StepCost):
         return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
 
 
-def batch(of: Iterable[Figure]) -> Batch:
-    kept: list[Figure] = []
+def batch(of: Iterable[MeasuredRun]) -> Batch:
+    kept: list[MeasuredRun] = []
     costs, rows, tokens = [], [], []
     for figure in of:
         found = at_once(figure)
@@ -133,7 +141,7 @@ def _binned(repeat: Any, step: Any) -> list[tuple[float, ...]]:
     return out
 
 
-def slow(figure: Figure, how: Efficiency) -> tuple[float, float] | None:
+def slow(figure: MeasuredRun, how: Efficiency) -> tuple[float, float] | None:
     """(TTFT, TPOT) in ms of a run with few requests at once, without a simulation; None where queues decide.
 
     In a second `rate` steps compute a prompt beside those that decode; a request that comes waits for half a step,
@@ -158,7 +166,7 @@ def slow(figure: Figure, how: Efficiency) -> tuple[float, float] | None:
     return (mixed + waits + how.front_s) * 1e3, (alone if figure.concurrency == 1 else each) * 1e3
 
 
-def loss(how: Efficiency, known: Batch, few: Sequence[Figure]) -> float:
+def loss(how: Efficiency, known: Batch, few: Sequence[MeasuredRun]) -> float:
     true = np.array([one.output_tokens_per_s for one in known.figures])
     # A published outlier counts, and does not rule.
     total = np.minimum(np.abs(np.log(known.said(how) / true)), 0.4).tolist()
@@ -170,7 +178,7 @@ def loss(how: Efficiency, known: Batch, few: Sequence[Figure]) -> float:
     return float(np.mean(total))
 
 
-def fit(how: Efficiency, known: Batch, few: Sequence[Figure], rounds: int) -> Efficiency:
+def fit(how: Efficiency, known: Batch, few: Sequence[MeasuredRun], rounds: int) -> Efficiency:
     keys: list[Key] = [("products", one) for one in PRODUCTS]
     keys += [("pcie", str(one)) for one in how.pcie] + [
         ("elementwise",),
@@ -224,11 +232,11 @@ def _moved(how: Efficiency, key: Key, factor: float) -> Efficiency:
     return replace(how, **changed)
 
 
-def fold(figure: Figure) -> int:
+def fold(figure: MeasuredRun) -> int:
     return zlib.crc32(figure.group.encode()) % FOLDS
 
 
-def folds(how: Efficiency, known: Batch, few: Sequence[Figure], rounds: int) -> list[Efficiency]:
+def folds(how: Efficiency, known: Batch, few: Sequence[MeasuredRun], rounds: int) -> list[Efficiency]:
     """For each fold a fit to the figures of the other folds, from the values that are there."""
     fits = []
     for number in range(FOLDS):
@@ -237,10 +245,10 @@ def folds(how: Efficiency, known: Batch, few: Sequence[Figure], rounds: int) -> 
     return fits
 
 
-Judged = list[tuple[Figure, Said]]
+Judged = list[tuple[MeasuredRun, PredictedRun]]
 
 
-def judged(figures: Sequence[Figure], fits: Sequence[Efficiency], known: Batch) -> Judged:
+def judged(figures: Sequence[MeasuredRun], fits: Sequence[Efficiency], known: Batch) -> Judged:
     """What is said of every figure, with the fit that has not seen its group: by `plan`'s own simulation, or by the
     steps that are known."""
     at_once = [known.said(how) for how in fits]
@@ -249,13 +257,13 @@ def judged(figures: Sequence[Figure], fits: Sequence[Efficiency], known: Batch) 
     for one in figures:
         number = fold(one) if len(fits) > 1 else 0
         if one in place:
-            out.append((one, Said(float(at_once[number][place[one]]), None, None)))
+            out.append((one, PredictedRun(float(at_once[number][place[one]]), None, None)))
         else:
-            out.append((one, say(one, fits[number])))
+            out.append((one, predict_run(one, fits[number])))
     return out
 
 
-def kind_of(figure: Figure) -> str:
+def kind_of(figure: MeasuredRun) -> str:
     """Runtime, SM and type of operands, as `Efficiency.confidence` asks for them."""
     made = option(figure)
     kind = {"bf16": "fp16"}.get(made.cost.counts.kind, made.cost.counts.kind)
@@ -330,7 +338,9 @@ def _probed() -> dict[str, float]:
     }
 
 
-def report(fitted: Judged, held: Judged, peer: dict[Figure, dict[str, float]], terms: list[str]) -> tuple[str, str]:
+def report(
+    fitted: Judged, held: Judged, peer: dict[MeasuredRun, dict[str, float]], terms: list[str]
+) -> tuple[str, str]:
     """The page in Markdown, and its figure as SVG."""
     lines = [
         "# The planner against published figures",
@@ -394,7 +404,7 @@ def _beside_said(measured: float | None, said: float) -> str:
     return " |  | " if measured is None else f"{measured:.0f} | {said:.0f} | {said / measured - 1:+.0%}"
 
 
-def queueing(figure: Figure) -> bool:
+def queueing(figure: MeasuredRun) -> bool:
     return figure.ttft_ms is not None and figure.ttft_ms > 1000
 
 
@@ -416,7 +426,7 @@ def _summary(title: str, groups: Iterable[tuple[str, Judged, Judged]]) -> list[s
     return [*lines, ""]
 
 
-def _grouped(title: str, fitted: Judged, held: Judged, key: Callable[[Figure], str]) -> list[str]:
+def _grouped(title: str, fitted: Judged, held: Judged, key: Callable[[MeasuredRun], str]) -> list[str]:
     names = sorted({key(one) for one, _ in held})
 
     def of(judged: Judged, name: str) -> Judged:
@@ -425,13 +435,13 @@ def _grouped(title: str, fitted: Judged, held: Judged, key: Callable[[Figure], s
     return _summary(title, [(name, of(fitted, name), of(held, name)) for name in names])
 
 
-def _beside(held: Judged, peer: dict[Figure, dict[str, float]]) -> list[str]:
+def _beside(held: Judged, peer: dict[MeasuredRun, dict[str, float]]) -> list[str]:
     """The same runs as AIConfigurator says them."""
     if not peer:
         return []
     both = [(one, said) for one, said in held if one in peer]
     theirs: Judged = [
-        (one, Said(peer[one]["tokens_per_s"], peer[one]["ttft_ms"], peer[one]["tpot_ms"])) for one, _ in both
+        (one, PredictedRun(peer[one]["tokens_per_s"], peer[one]["ttft_ms"], peer[one]["tpot_ms"])) for one, _ in both
     ]
     # Of a run whose requests all wait at once its TTFT is a queue's, which it does not say.
     lines = [
@@ -489,7 +499,7 @@ def _svg(points: Sequence[tuple[float, float]]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def peers(figures: Sequence[Figure], python: Path, scratch: Path) -> dict[Figure, dict[str, float]]:
+def peers(figures: Sequence[MeasuredRun], python: Path, scratch: Path) -> dict[MeasuredRun, dict[str, float]]:
     """What AIConfigurator says, in an environment of its own whose Python is given."""
     scratch.mkdir(parents=True, exist_ok=True)
     kept = [one for one in figures if expressed(one)]
@@ -502,7 +512,7 @@ def peers(figures: Sequence[Figure], python: Path, scratch: Path) -> dict[Figure
     return {one: found for one, found in zip(kept, said, strict=True) if "tokens_per_s" in found}
 
 
-def expressed(figure: Figure) -> bool:
+def expressed(figure: MeasuredRun) -> bool:
     """Whether AIConfigurator can express a run."""
     return figure.gpu in SYSTEMS and figure.requests_per_s is None and figure.output_tokens > 1
 
@@ -562,7 +572,7 @@ def _operation(one: dict[str, Any], how: Efficiency) -> float:
 SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "a100": "a100_sxm", "l40s": "l40s", "b200": "b200_sxm"}
 
 
-def _row(figure: Figure, scratch: Path) -> dict[str, Any]:
+def _row(figure: MeasuredRun, scratch: Path) -> dict[str, Any]:
     shape, made, folder = facts.find_shape(figure.model)[1], option(figure), scratch / figure.model
     folder.mkdir(exist_ok=True)
     experts = shape.experts

@@ -14,7 +14,7 @@ from trtpipe.engines.quantization import resolve_precision
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
-from trtpipe.pipeline.planner.figures import Figure, read
+from trtpipe.pipeline.planner.measured_runs import MeasuredRun, read
 from trtpipe.pipeline.planner.memory import Limits
 from trtpipe.pipeline.planner.predict import Option, Prediction
 
@@ -22,7 +22,7 @@ PUBLISHED = DATA / "published" / "figures.csv"
 MEASURED = ROOT / "docs" / "measurements"
 
 
-def figures() -> list[Figure]:
+def figures() -> list[MeasuredRun]:
     return read(PUBLISHED)
 
 

@@ -1,4 +1,4 @@
-"""Measured runs, from a table, and what the planner says of each."""
+"""Measured runs, from a table, and what the planner predicts of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS_PER_BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class MeasuredRun:
     """One measured run. Times are means, in ms.
 
     requests_per_s  rate of a Poisson process, or
@@ -70,9 +70,9 @@ class Figure:
         return f"{self.gpu} {self.model} tp{self.tp}"
 
 
-def read(file: Path) -> list[Figure]:
+def read(file: Path) -> list[MeasuredRun]:
     """Figures of a CSV file with the columns above, of which the first four are needed. Raises InputDataError."""
-    fields = {field.name: field for field in dataclasses.fields(Figure)}
+    fields = {field.name: field for field in dataclasses.fields(MeasuredRun)}
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             table = csv.DictReader(stream)
@@ -96,7 +96,7 @@ def read(file: Path) -> list[Figure]:
     return [_figure(row, f"{file}, line {line}", fields) for line, row in enumerate(rows, 2)]
 
 
-def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Figure:
+def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> MeasuredRun:
     given: dict[str, Any] = {}
     for name, text in row.items():
         if name is None or text is None:
@@ -115,31 +115,31 @@ def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Figure:
         raise InputDataError(f"{where} has no {missing[0]}", remedy="fill the cell")
     if given.get("clients", "spread") not in CLIENTS:
         raise InputDataError(f"{where}: clients is '{given['clients'][:60]}'", remedy=f"give {' or '.join(CLIENTS)}")
-    return Figure(**given)
+    return MeasuredRun(**given)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the planner says of a run; None where there is nothing to say, such as the TPOT of one token."""
+class PredictedRun:
+    """Prediction of a run; None where a quantity does not exist, such as the TPOT of one token."""
 
     output_tokens_per_s: float | None
     ttft_ms: float | None
     tpot_ms: float | None
 
 
-def say(figure: Figure, efficiency: Efficiency) -> Said:
+def predict_run(figure: MeasuredRun, efficiency: Efficiency) -> PredictedRun:
     """Simulate the run. Raises UsageError for one that cannot be planned."""
     how = efficiency.of(figure.runtime, figure.release)
     base = option(figure)
     made = dataclasses.replace(base, cost=base.cost.under(how))
     found = _simulated(figure, made)
-    return Said(
+    return PredictedRun(
         found.tokens_per_s, float(found.ttft.mean()), float(found.tpot.mean()) if len(found.tpot) else None
     )  # fmt: skip
 
 
 @functools.cache
-def option(figure: Figure) -> Option:
+def option(figure: MeasuredRun) -> Option:
     """What the run was measured on. Raises UsageError."""
     return _option(
         figure.gpu, figure.model, figure.tp, figure.dtype, figure.kv_cache, figure.runtime, figure.input_tokens,
@@ -180,7 +180,7 @@ def _shipped() -> tuple[Efficiency, Mapping[str, QuantRecipe]]:
     return load_efficiency(), facts.load_quant_recipes()
 
 
-def _simulated(figure: Figure, made: Option) -> Prediction:
+def _simulated(figure: MeasuredRun, made: Option) -> Prediction:
     one = Asked(0.0, figure.input_tokens, figure.output_tokens)
     front = made.cost.efficiency.front_s
     if figure.concurrency is not None and (figure.requests or figure.concurrency + 1) > figure.concurrency:
@@ -199,7 +199,7 @@ def _simulated(figure: Figure, made: Option) -> Prediction:
     return Prediction.whole(timeline, front)
 
 
-def at_once(figure: Figure) -> tuple[Any, tuple[Any, ...], int] | None:
+def at_once(figure: MeasuredRun) -> tuple[Any, tuple[Any, ...], int] | None:
     """Of a run whose requests are all sent at once: how often each step repeats, the steps, and the tokens.
 
     They do not depend on how long a step takes, so a fit simulates them once. None where the run is another.
@@ -222,7 +222,7 @@ def _steps(places: Places, prompt: int, answer: int, count: int) -> tuple[Any, t
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of some figures in one quantity: said / measured - 1."""
+    """Errors of some figures in one quantity: predicted / measured - 1."""
 
     values: tuple[float, ...]
 
@@ -236,12 +236,12 @@ class Errors:
         return float(np.mean(self.values))
 
 
-def errors(said: Sequence[tuple[Figure, Said]], quantity: str) -> Errors:
+def errors(predicted: Sequence[tuple[MeasuredRun, PredictedRun]], quantity: str) -> Errors:
     """Of the figures that have this quantity."""
     return Errors(
         tuple(
             value / true - 1
-            for figure, one in said
+            for figure, one in predicted
             if (true := getattr(figure, quantity)) is not None and (value := getattr(one, quantity)) is not None
         )
     )

@@ -1,4 +1,4 @@
-"""Tables of measured runs: how they are read and refused, what is said of a run, and overheads refitted to them."""
+"""Tables of measured runs: how they are read and refused, predictions of them, and overheads refitted to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trtpipe.pipeline.api.plan import against
 from trtpipe.pipeline.planner.against import calibrate, compare
 from trtpipe.pipeline.planner.demand import closed_loop
 from trtpipe.pipeline.planner.efficiency import load_efficiency, own_file
-from trtpipe.pipeline.planner.figures import Figure, read, say
+from trtpipe.pipeline.planner.measured_runs import MeasuredRun, predict_run, read
 from trtpipe.pipeline.planner.predict import Prediction
 from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
-RUN = Figure(
+RUN = MeasuredRun(
     gpu="h100", model="llama3.1-8b", dtype="fp8-kv", input_tokens=500, output_tokens=200, concurrency=16,
     max_batch_size=64, max_num_tokens=8192,
 )  # fmt: skip
@@ -37,14 +37,14 @@ def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path)
     )
     found, kept = against(table(tmp_path, HEAD + rows))
     assert kept is None
-    assert [figure.output_tokens_per_s for figure, _ in found.said] == [3000]
+    assert [figure.output_tokens_per_s for figure, _ in found.predicted] == [3000]
     assert [run.split()[0] for run, _ in found.refused] == ["h100", "h99"]
     assert "does not fit" in found.refused[0][1]
     assert "unknown GPU 'h99'" in found.refused[1][1]
     error = found.errors()["output_tokens_per_s"]
-    said = found.said[0][1].output_tokens_per_s
-    assert said is not None
-    assert error.values == pytest.approx([said / 3000 - 1])
+    predicted = found.predicted[0][1].output_tokens_per_s
+    assert predicted is not None
+    assert error.values == pytest.approx([predicted / 3000 - 1])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_refit_finds_the_overheads_that_made_the_runs() -> None:
     runs = []
     for clients in (1, 16):
         run = dataclasses.replace(RUN, concurrency=clients)
-        true = say(run, slower)
+        true = predict_run(run, slower)
         runs.append(dataclasses.replace(run, output_tokens_per_s=true.output_tokens_per_s, tpot_ms=true.tpot_ms))
     before = compare(runs, how).errors()["tpot_ms"].mean
     found = calibrate(runs, how)
