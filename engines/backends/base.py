@@ -205,7 +205,7 @@ def runtimes_of(algo: QuantAlgo | None) -> list[str]:
 
 
 def reads(runtime: str, algo: QuantAlgo | None, *, experts: bool = False) -> bool:
-    """Whether `runtime` reads a checkpoint format that holds `algo`; with `experts`, one that holds experts so."""
+    """Whether `runtime` reads a checkpoint format that can hold `algo`; with `experts`, for such a model."""
     form = _form(load_backend(runtime), algo)
     return form is not None and (not experts or algo is None or form in algo.row.expert_formats)
 

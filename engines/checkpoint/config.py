@@ -100,7 +100,7 @@ def config_json(
 
 
 def _runtime_defaults(model: ModelConfig) -> dict[str, Any]:
-    """What the runtime takes where serving sets no other value: the windows of the layers, which repeat the list."""
+    """Defaults that serving may override: the attention window of each layer, in tokens; layers repeat the list."""
     windows = list(model.attention_windows)
     return {"runtime_defaults": {"max_attention_window": windows}} if windows else {}
 
