@@ -373,8 +373,7 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
         (">/dev/null 2>&-", 0, ""),
     ],
 )
-@pytest.mark.parametrize("words", ["build --help", "gpus"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "unbuffered"), [("build --help", ""), ("gpus", "1")])
 def test_streams_that_the_caller_closed_or_that_are_full(
     tmp_path: Path, words: str, redirection: str, status: int, said: str, unbuffered: str
 ) -> None:
