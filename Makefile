@@ -56,27 +56,26 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers are started by three processes at most, which often wait; tests that look at a clock have the machine to
-# themselves.
-ALONE := real or clock
-# Files with a mark: a process takes 20 seconds to import all others.
-MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
-# Three processes on two processors: a third of their time they wait.
-SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
+# Tests that look at a clock have the machine to themselves. Of the others each process waits a third of its time, with
+# real servers half of it. They begin in the order of tests/conftest.py.
+SHARED := --dist loadfile --no-loadscope-reorder -n
+UNIT := $(SHARED) $(shell expr $$(nproc) \* 3 / 2)
+ALL := $(SHARED) $(shell expr $$(nproc) + 2)
+# Their files: a process takes 20 seconds to import all others.
+CLOCK = $(shell grep -rl --include='test_*.py' 'mark\.clock' tests)
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
-	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'real and not (clock or slow)' $(call MARKED,real)
-	$(BIN)/python -m pytest -m 'clock and not slow' $(call MARKED,clock)
+	$(BIN)/python -m pytest $(ALL) -m 'not (clock or slow)'
+	$(BIN)/python -m pytest -m 'clock and not slow' $(CLOCK)
 
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
-	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
-	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not ($(ALONE))'
-	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
+	$(BIN)/python -m pytest $(UNIT) -m hypothesis --hypothesis-profile thorough
+	$(BIN)/python -m pytest $(UNIT) --timeout 3600 -m 'slow and not (real or clock)'
+	$(BIN)/python -m pytest --timeout 3600 -m 'slow and (real or clock)'
 	$(MAKE) soak
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
