@@ -24,6 +24,7 @@ import platform
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,8 +48,8 @@ SECTIONS = ("families", "accuracy", "folders", *SHAPED)
 SHARING_NCCL = [2, 30]
 
 
-class TimeIsUp(Exception):
-    """The sections' time is over."""
+class TimeIsUp(SystemExit):
+    """The sections' time is over. An event loop passes on a SystemExit alone."""
 
 
 def main() -> int:
@@ -79,6 +80,7 @@ def main() -> int:
     if chosen.seconds:
         signal.signal(signal.SIGALRM, _time_is_up)
         signal.setitimer(signal.ITIMER_REAL, chosen.seconds)
+    failed = []
     try:
         for name in wanted:
             place = Place(scratch, chosen.engine_python, gpu)
@@ -88,12 +90,20 @@ def main() -> int:
                 print(f"{name} is left out: {reason}", flush=True)
                 continue
             keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
-            _measure(name, place, chosen.smollm2, keeper)
-            keeper.keep(whole=True)
+            try:
+                _measure(name, place, chosen.smollm2, keeper)
+                keeper.keep(whole=True)
+            except TimeIsUp:
+                raise
+            except (Exception, SystemExit):  # the sections after it are measured all the same
+                traceback.print_exc()
+                failed.append(name)
             write(kept, chosen.report)
     except TimeIsUp:
         print(f"{name} was cut off: the {chosen.seconds:g} seconds are over", flush=True)
-    return 0
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
 
 
 def _time_is_up(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Sections of `make gpu-e2e` on several GPUs of one host side by side, each on a GPU of its own; then one JSON and page.
+"""Lists of sections of `make gpu-e2e` side by side, each on a GPU of its own of one host; then one JSON and one page.
 
     python -m tests.benchmarks.gpu.cards SCRATCH --engine-python PYTHON --smollm2 FOLDER --json FILE.json
         --report FILE.md --seconds 560 features,offload long accuracy,folders,quantize tune

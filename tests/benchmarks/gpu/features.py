@@ -6,10 +6,12 @@ nothing in its answers repeats, so that a guide repeats where drafts are to be a
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from tests.benchmarks.gpu import front_load
@@ -29,6 +31,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {"plain": (), "lora": (), "ngram": DRAFTS
 # One answer alone fits it: each digit is one token in any byte-level vocabulary without merges of digits.
 REPEATING = {"structured_outputs": {"regex": "(0123456789){50}"}}
 JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}}
+# Tokens of prompts are below it.
+VOCABULARY = 20_000
 DRAWN = {"temperature": 0.8, "top_p": 1.0}
 # Prompt starts: their tokens, and how many there are; a GPU's cache that holds the fewer alone; tokens after them.
 PREFIX, FEW, MANY, SUFFIX, ANSWER, IN_FLIGHT = 4096, 8, 32, 64, 32, 8
@@ -44,9 +48,12 @@ def features(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
             if name in there:
                 continue
             adapters = adapter_words(place, model, max(ADAPTERS)) if name == "lora" else ()
-            run = place.build(model, DTYPE, runtime, *settings, words=adapters)
-            with place.front(run.name) as entry:
-                there[name] = _VARIANT_LOADS[name](entry, run.name)
+            try:
+                run = place.build(model, DTYPE, runtime, *settings, words=adapters)
+                with place.front(run.name) as entry:
+                    there[name] = _VARIANT_LOADS[name](entry, run.name)
+            except (RuntimeError, httpx.HTTPError, subprocess.CalledProcessError) as error:
+                there.setdefault("reasons", {})[name] = str(error)[:500] or type(error).__name__
             keep()
         place.forget()
 
@@ -99,14 +106,14 @@ def _measured(entry: Mapping[str, Any], concurrency: int, body: front_load.Body)
 
 
 def _body(names: str | list[str], case: str, **more: Any) -> front_load.Body:
-    """Requests of random prompts, others in each case; in turns of the models `names`. Greedy, unless `more` says it."""
+    """Requests of random prompts, others in each case, to each of the models `names` in turn; greedy by default."""
     models = [names] if isinstance(names, str) else names
 
     def body(number: int) -> dict[str, Any]:
         random = np.random.default_rng([number, *case.encode()])
         end = {} if "structured_outputs" in more or "response_format" in more else {"ignore_eos": True}
         return {
-            "model": models[number % len(models)], "prompt": random.integers(3, 20_000, PROMPT_TOKENS).tolist(),
+            "model": models[number % len(models)], "prompt": random.integers(3, VOCABULARY, PROMPT_TOKENS).tolist(),
             "max_tokens": OUTPUT_TOKENS, "temperature": 0, "seed": number, **end, **more,
         }  # fmt: skip
 
@@ -140,8 +147,8 @@ def _again(target: str, groups: int) -> front_load.Body:
     """Requests that begin with each of `groups` texts in turn."""
 
     def body(number: int) -> dict[str, Any]:
-        start = np.random.default_rng([groups, number % groups]).integers(3, 20_000, PREFIX)
-        own = np.random.default_rng([groups, groups + number]).integers(3, 20_000, SUFFIX)
+        start = np.random.default_rng([groups, number % groups]).integers(3, VOCABULARY, PREFIX)
+        own = np.random.default_rng([groups, groups + number]).integers(3, VOCABULARY, SUFFIX)
         return {
             "model": target, "prompt": [*start.tolist(), *own.tolist()], "max_tokens": ANSWER, "temperature": 0,
             "ignore_eos": True,

@@ -123,7 +123,9 @@ async def _round(server: soak.Server, number: int) -> dict[str, Any]:
         "began_s": began, "killed_s": killed, "back_s": back, "ended": _ended(sent),
         "ttft_ms": _tail([one for one in sent if killed is None or back is None or not killed <= one.at <= back]),
         "windows": _windows(sent, seconds), "growth": _growth(samples, back or 0.0),
-        "samples": [{"at": one["at"], "host_mib": _host(one), "engine_mib": one.get("engine PSS MiB")} for one in samples],
+        "samples": [
+            {"at": one["at"], "host_mib": _host(one), "engine_mib": one.get("engine PSS MiB")} for one in samples
+        ],
     }  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def _request(rng: random.Random, model: str, request: Sent) -> tuple[dict[str, A
     name = f"{model}:a{rng.randrange(ADAPTERS):02}" if rng.random() < ADAPTED else model
     request.possible = rng.random() >= IMPOSSIBLE
     body: dict[str, Any] = {
-        "model": name, "prompt": [rng.randrange(3, 20_000) for _ in range(prompt)], "stream": True,
+        "model": name, "prompt": [rng.randrange(3, features.VOCABULARY) for _ in range(prompt)], "stream": True,
         "max_tokens": answer if request.possible else 100_000, "temperature": 0.8, "seed": rng.randrange(1 << 30),
     }  # fmt: skip
     body |= features.JSON if rng.random() < GUIDED else {"ignore_eos": True}

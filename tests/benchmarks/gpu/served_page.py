@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import fill
 from typing import Any
 
 from trtpipe.pipeline.pages.plots import Line, Panel, timeline
 
 RUNTIMES = {"vllm": "vLLM", "reference": "reference runtime"}
+VARIANTS = {"plain": "the baseline", "lora": "LoRA", "ngram": "speculation"}
 # Colours of a drawing that stands alone; on HTML pages the style sheet has them.
 STYLE = (
     "<style>text{fill:#555;font:10.5px sans-serif}.label{fill:#111}.grid{stroke:#ddd;fill:none}"
@@ -17,18 +19,33 @@ STYLE = (
 )
 
 
+def _said(words: str) -> str:
+    """A paragraph in lines that a page's source has."""
+    return fill(words, 120) + "\n"
+
+
 def features(result: Mapping[str, Any]) -> list[str]:
     lines = [
-        "The same model in bfloat16, behind the gateway: whole answers, 128 tokens in and 128 out, four waves after one "
-        "that does not\ncount. The baseline of each figure is the same load on the same engine in this run: for adapters "
-        "an engine built without\nthem, for structured output the same sampling without a schema, for speculation an engine "
-        "without drafts.\n",
+        _said(
+            "The same model in bfloat16, behind the gateway: whole answers, 128 tokens in and 128 out, four waves "
+            "after one that does not count. The baseline of each figure is the same load in this run: for adapters an "
+            "engine built without them, for structured output the same sampling without a schema, for speculation an "
+            "engine without drafts."
+        ),
+        *[
+            f"- Not measured: {VARIANTS.get(variant, variant)} in the {RUNTIMES[name]}: {reason}\n"
+            for name, one in result.items()
+            for variant, reason in one.get("reasons", {}).items()
+            if variant not in one
+        ],
     ]
     lora = [row for name, one in result.items() if {"lora", "plain"} <= one.keys() for row in _lora(name, one)]
     if lora:
         lines += [
-            "LoRA, 64 in flight, adapters of rank 16 on all linears. vLLM computes with at most 8 adapters in a step "
-            "(docs/lora.md), so\nthat requests of 32 take turns. None: the engine can take adapters and no request has one.\n",
+            _said(
+                "LoRA, 64 in flight, adapters of rank 16 on all linears. vLLM computes with at most 8 adapters in a "
+                "step, so that requests of 32 take turns. None: the engine takes adapters and no request has one."
+            ),
             "| runtime | adapters | tok/s | without LoRA | ratio |",
             "|---|---|---|---|---|",
             *lora,
@@ -51,10 +68,12 @@ def features(result: Mapping[str, Any]) -> list[str]:
     ngram = [row for name, one in result.items() if {"ngram", "plain"} <= one.keys() for row in _ngram(name, one)]
     if ngram:
         lines += [
-            "Speculation by n-grams, 4 draft tokens. The weights are random, and so is what a free answer says: few drafts "
-            "are made, fewer\nare accepted, and the figures of free answers are the cost of drafts that are of no use. In "
-            "repeating answers a regular\nexpression leaves one answer alone, ten digits over and over: nearly every draft is "
-            "accepted, the most that speculation can\ngive. Real text lies between the two.\n",
+            _said(
+                "Speculation by n-grams, 4 draft tokens. The weights are random, and so is what a free answer says: "
+                "its figures are the cost of drafts that are of little use. Repeating answers are those of a regular "
+                "expression that one text alone fits, ten digits over and over: nearly every draft is accepted, the "
+                "most that speculation can give. Real text lies between the two."
+            ),
             "| runtime | answers | in flight | tok/s with drafts | without | ratio | drafts accepted | tokens a step |",
             "|---|---|---|---|---|---|---|---|",
             *ngram,
@@ -99,11 +118,13 @@ def offload(result: Mapping[str, Any]) -> list[str]:
         latency = f"{gpu['latency_s']:.2f} / " + (f"{host['latency_s']:.2f}" if host else "-")
         rows.append(f"| {groups} | {int(groups) * 4096:,} | {gpu['requests_per_s']:.1f} | {beside} | {latency} |")
     return [
-        "vLLM in bfloat16 whose cache on the GPU is set to 65,536 tokens, with and without 24 GiB of the host's memory "
-        "behind it\n(`serving.kv_cache_host_memory_bytes`). Requests begin with one of so many texts of 4,096 tokens in "
-        "turn, then 64 tokens of\ntheir own and 32 of answer, 8 in flight: without the host's memory a text that the GPU's "
-        "cache does not hold is computed again.\n",
-        "| texts | their tokens | requests/s, GPU alone | with the host's memory | ratio | median latency s, without / with |",
+        _said(
+            "vLLM in bfloat16 whose cache on the GPU is set to 65,536 tokens, with 24 GiB of the host's memory behind "
+            "it (`serving.kv_cache_host_memory_bytes`) and without. Requests begin with one of so many texts of 4,096 "
+            "tokens in turn, then 64 tokens of their own and 32 of answer, 8 in flight. Without the host's memory a "
+            "text that the GPU's cache has no room for is computed again."
+        ),
+        "| texts | their tokens | requests/s without | with the host's memory | ratio | latency s, without / with |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
@@ -127,11 +148,14 @@ def long(result: Mapping[str, Any], figure: str) -> list[str]:
     gpu = _gpu_memory(result)
     left = result.get("left_over")
     return [
-        f"vLLM in bfloat16 with four LoRA adapters behind the gateway, twice {result['minutes']:g} minutes at "
-        f"{result['rate']:g} requests a second: prompts of about 256\ntokens and answers of about 128, both lognormal; three of "
-        "ten with an adapter, three of ten with a JSON schema, one of five left\nin mid-stream by its client, three of a "
-        "hundred impossible. A fifth into each round the engine process is killed (SIGKILL). What\nis in flight then is cut "
-        "short with an error; until the engine is there again, requests get an error at once (unavailable).\n",
+        _said(
+            f"vLLM in bfloat16 with four LoRA adapters behind the gateway, twice {result['minutes']:g} minutes at "
+            f"{result['rate']:g} requests a second: prompts of about 256 tokens and answers of about 128, both "
+            "lognormal; three of ten with an adapter, three of ten with a JSON schema, one of five left in mid-stream "
+            "by its client, three of a hundred impossible. A fifth into each round the engine process is killed. What "
+            "is in flight then is cut short with an error; until the engine is there again, requests get an error at "
+            "once (unavailable). Each request counts once: the sum of all outcomes is the number sent."
+        ),
         "| round | sent | answered | left | refused, as they had to be | unavailable | others | sum | engine gone, s "
         "| TTFT ms, p50 / p99 / p99.9 / max, but for that time |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -216,9 +240,11 @@ def tune(result: Mapping[str, Any]) -> list[str]:
             f"| {name} | {run['round'] + 1} | {rate} | {tokens} | {run['start_s']:.0f} | {run['seconds']:.0f} |"
         )
     return [
-        f"`trtpipe tune` of the {result['dtype']} target in vLLM, {result['minutes']:g} minutes: requests/s of which nine "
-        "of ten keep TTFT p99 under 500 ms\nand ITL p99 under 50 ms, prompts of about 256 tokens and answers of 128, over gRPC. "
-        f"Result: {result['said']}.\n",
+        _said(
+            f"`trtpipe tune` of the {result['dtype']} target in vLLM, {result['minutes']:g} minutes: requests/s of "
+            "which nine of ten keep TTFT p99 under 500 ms and ITL p99 under 50 ms, prompts of about 256 tokens and "
+            f"answers of 128, over gRPC. Result: {result['said']}."
+        ),
         "| settings | round | requests/s | tok/s | start s | seconds in all |",
         "|---|---|---|---|---|---|",
         *rows,

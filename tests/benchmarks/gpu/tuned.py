@@ -25,10 +25,9 @@ def tune(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     (found,) = run.glob("tune/*/tune.json")
     study = json.loads(found.read_text(encoding="utf-8"))
     kept = ("candidate", "round", "seconds", "start_s", "rate", "told")
-    out.update(
-        said=study["said"], state=study["state"], winner=study["winner"], not_measured=study["not_measured"],
-        minutes=MINUTES, dtype=DTYPE, runs=[{**{name: one[name] for name in kept}, "best": _best(one)} for one in study["runs"]],
-    )  # fmt: skip
+    runs = [{**{name: one[name] for name in kept}, "best": _best(one)} for one in study["runs"]]
+    told = {name: study[name] for name in ("said", "state", "winner", "not_measured")}
+    out.update(**told, minutes=MINUTES, dtype=DTYPE, runs=runs)
     place.forget()
 
 

@@ -222,13 +222,19 @@ def test_answers_that_repeat_are_the_only_ones_that_their_guide_allows() -> None
 def test_every_request_of_the_long_load_is_counted_once() -> None:
     Sent = long_load.Sent  # noqa: N806
     sent = [
-        Sent(at=0.0, first=0.1, ended="answered"), Sent(at=1.0, first=1.3, ended="left"), Sent(at=2.0, ended="cut short"),
-        Sent(at=3.0, ended="status 503"), Sent(at=4.0, ended="refused", possible=False), Sent(at=5.5, ended="refused"),
-        Sent(at=6.0, ended="ReadTimeout"), Sent(at=7.0, first=7.1, ended="answered", possible=False),
-    ]  # fmt: skip
+        Sent(at=0.0, first=0.1, ended="answered"),
+        Sent(at=1.0, first=1.3, ended="left"),
+        Sent(at=2.0, ended="cut short"),
+        Sent(at=3.0, ended="status 503"),
+        Sent(at=4.0, ended="refused", possible=False),
+        Sent(at=5.5, ended="refused"),
+        Sent(at=6.0, ended="ReadTimeout"),
+        Sent(at=7.0, first=7.1, ended="answered", possible=False),
+    ]
     ended = long_load._ended(sent)
     assert ended == {
-        "sent": 8, "answered": 1, "left": 1, "cut short": 1, "unavailable": 1, "refused": 1, "wrong": 2, "ReadTimeout": 1,
+        "sent": 8, "answered": 1, "left": 1, "cut short": 1, "unavailable": 1, "refused": 1, "wrong": 2,
+        "ReadTimeout": 1,
     }  # fmt: skip
     assert round(long_load._tail(sent)["max"]) == 300
     windows = long_load._windows(sent, 10.0)
