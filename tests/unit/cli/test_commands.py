@@ -317,7 +317,7 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
         (["bench", "selftest", "--protocol", "foo"], "unknown protocol 'foo'; known: chat, completions, grpc, http"),
         (
             ["bench", "selftest", "--streams", "4,0"],
-            "--streams is 0; give 1 to 100,000: each is an open stream or connection",
+            "--streams is 0; give 1 or more",
         ),
         (
             ["bench", "selftest", "--itl", "-1"],
