@@ -58,8 +58,8 @@ def k8s(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.config import DeployConfig
     from trtpipe.pipeline.deploy.kubernetes import write
+    from trtpipe.pipeline.layers import set_layer
     from trtpipe.pipeline.serving import repositories
-    from trtpipe.pipeline.spec import set_layer
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
     name, repository = repositories.find_repository(target)
