@@ -327,7 +327,7 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
             ["bench", "--concurrency", "1,4,1"],
             "--concurrency is a list with 1 twice; give it once; --repeat 2 measures each load point twice",
         ),
-        (["push", "x", "oci://"], "oci:// names no place; give for example oci://registry.example/team/engines"),
+        (["search", "oci://"], "oci:// names no place; give for example oci://registry.example/team/engines"),
         (["search", "hf://"], "hf:// names no place; give for example hf://owner/name"),
         (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
         (
