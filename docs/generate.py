@@ -73,7 +73,7 @@ def commands() -> Iterator[str]:
     root = app.command()
     for group, functions in app.GROUPS.items():
         yield f"## {group}\n"
-        for name in [app.command_name(function) for function in functions] + [*app.APPS.get(group, ())]:
+        for name in map(app.command_name, functions):
             yield from _command(f"trtpipe {name}", root.commands[name])
 
 

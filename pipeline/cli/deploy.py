@@ -11,7 +11,12 @@ from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import Json, Target, own_store
 
 deploy = typer.Typer(
-    name="deploy", cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None
+    name="deploy",
+    cls=SectionedGroup,
+    help="Write what a cluster needs to serve a target.\n\n\b\nExamples:\n"
+    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1\n"
+    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --model-image registry.example/llama3:1 --no-openai",
+    rich_markup_mode=None,
 )
 
 
