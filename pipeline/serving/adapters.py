@@ -57,8 +57,8 @@ def find(store: Store, server: Server, served: Served) -> AdapterFolder:
 def add(store: Store, server: Server, served: Served, name: str, source: Path) -> InstalledAdapter:
     """Add the adapter in the folder `source` as `name`; the next request can use it.
 
-    Raises UsageError for a name that is taken, also by a model, or invalid, a rank above the engine's and a runtime whose adapters are
-    fixed; InputDataError for a folder that is not an adapter of the model.
+    Raises UsageError for a name that is taken, also by a model, or invalid, a rank above the engine's and a runtime
+    whose adapters are fixed; InputDataError for a folder that is not an adapter of the model.
     """
     check_name(name)
     require_free([taken for one in server.served for taken in one.model_names], served.model_names, name)
