@@ -280,13 +280,15 @@ def _server_said(driven: Driven, beside: ServerMonitor) -> dict[str, Any] | None
 def _undisturbed() -> Iterator[None]:
     """Disable garbage collection while the clock runs: it delays reads by milliseconds. Kept data has no cycles."""
     gc.collect()
+    theirs = gc.get_freeze_count()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not theirs:  # what a caller has frozen stays so
+            gc.unfreeze()
 
 
 def _give_back() -> None:

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from trtpipe.pipeline.api.bench import choose
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
-from trtpipe.pipeline.spec import LORA, SCALARS
+from trtpipe.pipeline.layers import LORA, SCALARS
 
 
 @pytest.mark.process
