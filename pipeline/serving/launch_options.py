@@ -144,7 +144,7 @@ def gateway_options(
     )
     for one in served:
         for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
-            require_free(chosen, one.model_names, placed.name)
+            require_free([name for other in served for name in other.model_names], one.model_names, placed.name)
     access.check(chosen)
     return chosen
 
