@@ -67,7 +67,9 @@ class Split:
     def name(self) -> str:
         if not self.answers:
             return f"{self.prompts} x tp{self.of_prompts.tp} for both"
-        return f"{self.prompts} x tp{self.of_prompts.tp} for prompts, {self.answers} x tp{self.of_answers.tp} for answers"
+        return (
+            f"{self.prompts} x tp{self.of_prompts.tp} for prompts, {self.answers} x tp{self.of_answers.tp} for answers"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -107,9 +109,7 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     for one in alike:
         assert one.option is not None
         waits = transfer_ms(one.option, longest)
-        first = [
-            replace(of, limit_ms=of.limit_ms - waits) for of in question.objectives if _metric(of) in OF_PROMPTS
-        ]
+        first = [replace(of, limit_ms=of.limit_ms - waits) for of in question.objectives if _metric(of) in OF_PROMPTS]
         rest = [of for of in question.objectives if _metric(of) in OF_ANSWERS]
         if all(of.limit_ms > 0 for of in first) and (side := _side(one.option, prompts, first)):
             ahead.append((side, waits))

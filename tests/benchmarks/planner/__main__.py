@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--fold-rounds", type=int, default=4)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--peer-python", type=Path, help="Python of an environment that has aiconfigurator")
-    parser.add_argument("--peer-minutes", type=float, default=60, help="after which no further run is begun (%(default)g)")
+    parser.add_argument(
+        "--peer-minutes", type=float, default=60, help="after which no further run is begun (%(default)g)"
+    )
     options = parser.parse_args()
     all_of_them, how = figures(), load_efficiency()
     known, few = batch(all_of_them), [one for one in all_of_them if one.ttft_ms is not None]

@@ -145,7 +145,8 @@ def bounded(how: Efficiency) -> list[tuple[str, float]]:
         if name in BOUNDS and runtime != "vllm"
     }
     values |= {
-        f"products.{kind}": (how.products[kind], middle / FREEDOM, middle * FREEDOM) for kind, middle in PRODUCTS.items()
+        f"products.{kind}": (how.products[kind], middle / FREEDOM, middle * FREEDOM)
+        for kind, middle in PRODUCTS.items()
     }
     return [
         (name, value) for name, (value, low, high) in values.items() if value <= low * 1.003 or value >= high * 0.997

@@ -68,7 +68,9 @@ def report(
         if one.ttft_ms is not None:
             load = f"{one.requests_per_s:g}/s" if one.requests_per_s else f"{one.concurrency or 'all'} at once"
             cells = [
-                f"{value:.4g} / {true:g}" if true is not None and (value := getattr(predicted, quantity)) is not None else ""
+                f"{value:.4g} / {true:g}"
+                if true is not None and (value := getattr(predicted, quantity)) is not None
+                else ""
                 for quantity in QUANTITIES
                 for true in (getattr(one, quantity),)
             ]

@@ -144,7 +144,9 @@ def top(text: str) -> None:
 
 
 def advice(text: str) -> None:
-    found: Any = SimpleNamespace(remarks=[text], getting_there=(text,), question=SimpleNamespace(model=text, objectives=()))
+    found: Any = SimpleNamespace(
+        remarks=[text], getting_there=(text,), question=SimpleNamespace(model=text, objectives=())
+    )
     empty = SimpleNamespace(columns=("a", text), rows=[(text, text)], title=text)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("options", "memory", "refusals"):

@@ -12,7 +12,7 @@ from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.memory import Limits, Memory, memory, smallest_tp
+from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory, smallest_tp
 
 BF16 = DataType.BFLOAT16
 FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,14 @@ def test_a_stage_that_ran_here_counts_by_its_bytes(tmp_path: Path) -> None:
     def record(stage: str, **settings: str) -> Record:
         return Record(stage=stage, stage_version=1, inputs={}, settings=settings, tools={})
 
+    def work(out: Path) -> dict[str, list[str]]:
+        (out / "file").write_bytes(bytes(1000))
+        time.sleep(0.01)  # a manifest's seconds have three digits
+        return {}
+
     store = Store(tmp_path)
     for made in (record("download"), record("build", gpu="h100", runtime="tensorrt_llm")):
-        store.make(made, lambda out: {"notices": [str((out / "file").write_bytes(bytes(1000)))]})
+        store.make(made, work)
     took = recorded(tmp_path)
     assert {(one.stage, one.size) for one in took} == {("download", 1000), ("build", 1000)}
     here = Took(stage="download", seconds=100, size=MODEL // 2, settings={})
