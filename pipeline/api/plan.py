@@ -70,7 +70,8 @@ def plan(
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
         tps=tps, rate=rate, runtime=runtime, release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
-        took=recorded(default_home()), adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),
+        took=recorded(default_home()),
+        adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),
         prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
     )  # fmt: skip
     return advise(question)

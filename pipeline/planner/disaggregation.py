@@ -1,10 +1,10 @@
 """Disaggregated serving: some engines compute prompts, others the answers, and the KV cache passes between them.
 
-A request's time to first token is that of the engines that compute prompts, and the transfer of its KV cache: bytes of a
-token x tokens of the prompt, on each of the GPUs that hold it, over the link between two GPUs. The time per output token
-is that of the engines that decode, whose steps no prompt lengthens. The rate of a split is the least of what its prompt
-engines and its decode engines serve within the objectives. No queue between them is simulated: where both are near their
-limit the rate is an upper bound.
+A request's time to first token is that of the engines that compute prompts, and the transfer of its KV cache: bytes
+of a token x tokens of the prompt, on each of the GPUs that hold it, over the link between two GPUs. The time per output
+token is that of the engines that decode, whose steps no prompt lengthens. The rate of a split is the least of what its
+prompt engines and its decode engines serve within the objectives. No queue between them is simulated: where both are
+near their limit the rate is an upper bound.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     for one in alike:
         assert one.option is not None
         waits = transfer_ms(one.option, longest)
-        first = [replace(of, limit_ms=of.limit_ms - waits) for of in question.objectives if _metric(of) in OF_PROMPTS]
+        first = [replace(of, limit=of.limit - waits) for of in question.objectives if _metric(of) in OF_PROMPTS]
         rest = [of for of in question.objectives if _metric(of) in OF_ANSWERS]
-        if all(of.limit_ms > 0 for of in first) and (side := _side(one.option, prompts, first)):
+        if all(of.limit > 0 for of in first) and (side := _side(one.option, prompts, first)):
             ahead.append((side, waits))
         if side := _side(one.option, answers, rest):
             behind.append(side)

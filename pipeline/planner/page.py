@@ -24,7 +24,7 @@ HEADINGS = {
     "KV GiB": "KV cache GiB", "batch": "most at once", "TTFT alone": "TTFT alone ms", "TPOT alone": "TPOT alone ms",
     "TTFT p99": "TTFT p99 ms", "TPOT p99": "TPOT p99 ms", "a GPU": "tokens/s of a GPU",
     "1M tokens": "cost of 1M tokens", "weights": "weights GiB", "activations": "activations GiB",
-    "buffers": "buffers GiB", "adapters": "adapters GiB", "runtime": "runtime GiB", "KV pool": "KV pool GiB", "GiB": "whole GPU GiB",
+    "buffers": "buffers GiB", "runtime": "runtime GiB", "KV pool": "KV pool GiB", "GiB": "whole GPU GiB",
     "KV bytes a token": "KV bytes of a token", "of": "requests of the batch", "": "what it does",
 }  # fmt: skip
 PREDICTED = (

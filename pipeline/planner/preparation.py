@@ -1,11 +1,11 @@
-"""What getting to a deployment costs: seconds of download, calibration, accuracy gate and build, each from what the stage
-took on this machine, or estimated.
+"""What getting to a deployment costs: seconds of download, calibration, accuracy gate and build, each from what the
+stage took on this machine, or estimated.
 
 Estimates, whose sources are in docs/planning.md:
 
     download   the model's bytes over a link of 200 MB/s
-    calibrate  forward passes over 512 samples of 512 tokens at 1.5 times the time of their products, and reading the model
-               at 4 GB/s; a search of scales (AWQ) takes 125 times the products
+    calibrate  forward passes over 512 samples of 512 tokens at 1.5 times the time of their products, and reading the
+               model at 4 GB/s; a search of scales (AWQ) takes 125 times the products
     write      the model read and the checkpoint written, at 1 GB/s: conversion, or quantization
     verify     8 rows of 256 tokens by the model and by its checkpoint, likewise, reading both at 4 GB/s
     build      of an engine: 30 s for each rank and 1.1 s for each GB of weights

@@ -12,7 +12,6 @@ from trtpipe.pipeline.planner.advice import Advice, Candidate, every_head
 from trtpipe.pipeline.planner.disaggregation import Split
 from trtpipe.pipeline.planner.whatif import WhatIf
 
-
 # Most splits that are shown.
 SPLITS = 5
 

@@ -1,11 +1,11 @@
 """How far the planner is from measured runs, and the fit that its efficiencies come from.
 
-    python -m tests.benchmarks.planner [--fit ROUNDS] [--report FILE.md] [--peer-python PYTHON] [--peer-minutes MINUTES]
+    python -m tests.benchmarks.planner [--fit ROUNDS] [--report FILE.md] [--peer-python PYTHON]
 
 Shares of single operations are bound by what was measured of them; overheads are fitted to whole runs. Every run is also
 judged by a fit that did not see its (GPU, model, tp): five folds. --fit writes configs/efficiency.yaml, after 0 rounds
-with the errors alone as new. --peer-python adds AIConfigurator's predictions of the same runs, a sample of them where
-MINUTES end before; a later call goes on with those that are left.
+with the errors alone as new. --peer-python adds AIConfigurator's predictions of the same runs, a sample of them
+where those minutes end before; a later call goes on with the rest.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from tests.support.published import vllm, waves
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.measured_runs import QUANTITIES, MeasuredRun, PredictedRun, errors
 
-
 # The release whose times at a rate are published in whole ms.
 WHOLE_MS = "0.14"
 
@@ -30,11 +29,11 @@ def report(
         f"{date.today()}. Written by `python -m tests.benchmarks.planner`. {len(held)} published runs of TensorRT-LLM, "
         "whose sources are in tests/data/published/SOURCES.md.",
         "",
-        f"*Fit*: with the shipped efficiencies, which were fitted to these runs. *Held out*: each run as predicted by a "
-        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds). Errors are mean absolute errors of "
-        "predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count in "
-        "tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a step, "
-        "which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either card "
+        "*Fit*: with the shipped efficiencies, which were fitted to these runs. *Held out*: each run as predicted by a "
+        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds). Errors are mean absolute errors "
+        "of predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count "
+        "in tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a "
+        "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either card "
         "alone fit that one best.",
         "",
         *_summary("all runs", [("all", fitted, held)]),
@@ -58,8 +57,9 @@ def report(
     how = load_efficiency().of("vllm")
     for run in vllm():
         found = waves(run, how)
+        tokens = _beside_predicted(run.tokens_per_s, found.tokens_per_s)
         lines.append(
-            f"| {run.gpu} | {run.dtype} | {run.concurrency} | {_beside_predicted(run.tokens_per_s, found.tokens_per_s)} | "
+            f"| {run.gpu} | {run.dtype} | {run.concurrency} | {tokens} | "
             f"{_beside_predicted(run.ttft_ms, float(np.median(found.ttft)))} |"
         )
     lines += ["", "Runs at a rate or of a number of clients, held out: predicted / measured.", ""]
@@ -93,7 +93,7 @@ def _whole(held: Judged) -> list[str]:
         for one, predicted in held
         if one.tpot_ms is not None and predicted.tpot_ms is not None and one.release == WHOLE_MS
     ]
-    # As those figures would be printed: seconds after the first token over all tokens of the answer, cut off to whole ms.
+    # As those figures would be printed: time after the first token over all tokens of the answer, cut off to whole ms.
     alike = [
         math.floor(predicted.tpot_ms * (one.output_tokens - 1) / one.output_tokens) / one.tpot_ms - 1
         for one, predicted in of
@@ -101,8 +101,8 @@ def _whole(held: Judged) -> list[str]:
     as_given = errors(of, "tpot_ms")
     return [
         f"TPOT: release {WHOLE_MS} publishes it in whole ms, 5 to 9 of them for an 8B model. Our figures for these "
-        f"{len(of)} runs are off by {as_given.mean:.1%} (bias {as_given.bias:+.1%}); over all tokens of an answer instead "
-        f"of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} ({np.mean(alike):+.1%}). "
+        f"{len(of)} runs are off by {as_given.mean:.1%} (bias {as_given.bias:+.1%}); over all tokens of an answer "
+        f"instead of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} ({np.mean(alike):+.1%}). "
         "Which of the two was published is not told; the tables count the first.",
         "",
     ]
@@ -114,8 +114,8 @@ def _parameters() -> list[str]:
     fixed = ", ".join(f"`{name}` {value:g}" for name, value in MEASURED.items())
     at = ", ".join(f"`{name}` {value:g}" for name, value in bounded(how))
     return [
-        f"Not fitted, since runs do not tell them apart from a layer's overhead, but read off single operations: {fixed}. "
-        + (f"At a bound of what is plausible: {at}." if at else "No fitted parameter is at a bound."),
+        "Not fitted, since runs do not tell them apart from a layer's overhead, but read off single operations: "
+        f"{fixed}. " + (f"At a bound of what is plausible: {at}." if at else "No fitted parameter is at a bound."),
         "",
     ]
 
@@ -168,9 +168,9 @@ def _beside(held: Judged, peer: dict[MeasuredRun, dict[str, float]]) -> list[str
         "## Beside AIConfigurator 0.12",
         "",
         f"{len(both)} of the {sum(map(expressed, (one for one, _ in held)))} runs that it can express (its tables for "
-        "H100, H200, A100, L40S and B200, no rates): a sample drawn by a seed, in which each GPU and model has its turn, "
-        "since it takes seconds for each. It is given the number of sequences that our memory model holds, or as many as "
-        "it takes; ours are held out.",
+        "H100, H200, A100, L40S and B200, no rates): a sample, for the most part drawn by a seed with each GPU and "
+        "model in turn, since it takes seconds for each. It is given the number of sequences that our memory model "
+        "holds, or as many as it takes; ours are held out.",
         "",
         "| runs | number | tokens/s: ours | bias | AIConfigurator | bias | TTFT: ours | AIConfigurator | TPOT: ours | "
         "AIConfigurator |",
@@ -213,7 +213,8 @@ def _svg(points: Sequence[tuple[float, float]]) -> str:
         *(f'<text x="{at(one):.0f}" y="578" text-anchor="middle">{one:,}</text>' for one in ticks),
         *(f'<text x="54" y="{624 - at(one):.0f}" text-anchor="end">{one:,}</text>' for one in ticks),
         '<text x="310" y="600" text-anchor="middle">published, tokens/s</text>',
-        '<text x="16" y="310" text-anchor="middle" transform="rotate(-90 16 310)">predicted (held out), tokens/s</text>',
+        '<text x="16" y="310" text-anchor="middle" transform="rotate(-90 16 310)">'
+        "predicted (held out), tokens/s</text>",
         '<text x="70" y="80">dashed: 15% off</text>',
         "</svg>",
     ]

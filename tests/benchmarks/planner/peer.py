@@ -1,4 +1,4 @@
-"""AIConfigurator's predictions of the measured runs that it can express: its rows, and a run of it in its own Python."""
+"""AIConfigurator's predictions of the measured runs that it can express: its rows, and a call of its own Python."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python peer_worker.py ROWS.json PREDICTED.jsonl OPERATIONS.json MINUTES
 
-A row is {model: folder with config.json beside ROWS.json, system, tp, batch, isl, osl, dtype, experts}. PREDICTED.jsonl
-gets a line for each, {row, predicted}, where `predicted` is {tokens_per_s, ttft_ms, tpot_ms} or {refused: why}; rows that
-it has already are not predicted again, and after MINUTES no further row is begun. A batch that AIConfigurator takes for too
-large is made smaller until it fits. OPERATIONS.json gets what its tables measured of single operations of TensorRT-LLM,
-in seconds.
+A row is {model: folder with config.json beside ROWS.json, system, tp, batch, isl, osl, dtype, experts}.
+PREDICTED.jsonl gets a line for each, {row, predicted}, where `predicted` is {tokens_per_s, ttft_ms, tpot_ms} or
+{refused: why}; rows that it has already are not predicted again, and after MINUTES no further row is begun. A batch
+that AIConfigurator takes for too large is made smaller until it fits. OPERATIONS.json gets what its tables measured of
+single operations of TensorRT-LLM, in seconds.
 """
 
 from __future__ import annotations

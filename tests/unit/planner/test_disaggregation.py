@@ -25,7 +25,7 @@ def test_a_split_serves_what_its_slower_side_does() -> None:
         if m:
             assert one.rate == min(n * of_prompts, m * of_answers)
             assert one.gpus == n + m
-    # Prompts of 4,000 tokens lengthen the steps of those that decode beside them: under a tight TPOT a split serves more.
+    # Prompts of 4,000 tokens lengthen the steps of those that decode beside them.
     assert ways[1, 0].rate == found.candidates[0].rate
     assert made[0].answers
     assert made[0].per_gpu > ways[1, 0].per_gpu
