@@ -33,6 +33,10 @@ ToolFormat = Annotated[
         help="Format of the model's tool calls: hermes, llama3_json, mistral or pythonic; the model file's if left out."
     ),
 ]
+NoReasoning = Annotated[
+    bool,
+    typer.Option("--no-reasoning", help="Leave a model's reasoning in the text of answers, as the model writes it."),
+]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
@@ -75,6 +79,7 @@ def serve(
     tls_key: TlsKey = None,
     served_model_name: ServedModelName = None,
     tool_format: ToolFormat = None,
+    no_reasoning: NoReasoning = False,
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
@@ -116,7 +121,7 @@ def serve(
         front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
-        tool_format=tool_format, cors_origins=tuple(cors_origin or ()),
+        tool_format=tool_format, reasoning=not no_reasoning, cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or configured,
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
@@ -150,6 +155,7 @@ def gateway(
     triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
     served_model_name: ServedModelName = None,
     tool_format: ToolFormat = None,
+    no_reasoning: NoReasoning = False,
     cors_origin: CorsOrigin = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", **PORT)] = 9000,
@@ -180,7 +186,11 @@ def gateway(
     from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(launch_options.gateway_model(target, tuple(served_model_name or ()), tool_format),),
+        models=(
+            launch_options.gateway_model(
+                target, tuple(served_model_name or ()), tool_format, reasoning=not no_reasoning
+            ),
+        ),
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
@@ -465,6 +475,9 @@ def k8s(
         str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
     ] = None,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Put no gateway into the pod.")] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Collector that the gateway sends traces to: http://collector:4318.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
@@ -493,7 +506,7 @@ def k8s(
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
-             **set_layer(settings or [])[1]}  # fmt: skip
+             "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
