@@ -63,6 +63,13 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def compiling(engine: Path) -> Iterator[grammars.Grammars]:
+    made = grammars.Grammars(engine / "info.json", VOCAB)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def runtime(engine: Path) -> Iterator[Runtime]:
     made = Runtime(engine, guided_decoding={"tokenizer_info": str(engine / "info.json")})
     yield made
@@ -138,16 +145,14 @@ def test_required_calls_of_random_sampling_are_calls_with_valid_arguments(folder
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
 def test_a_call_that_a_text_begins_has_the_strict_functions_arguments(
-    folder: Path, engine: Path, runtime: Runtime, form: str
+    folder: Path, compiling: grammars.Grammars, form: str
 ) -> None:
     weather = {"city": {"enum": ["Oslo", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
     parameters = {"type": "object", "properties": weather, "required": ["city"]}
     tag = FORMATS[form].structural_tag({"get_weather": required.arguments(parameters, ""), "other": {"type": "object"}})
     guide = Guide("structural_tag", json.dumps(tag))
-    compiling = grammars.Grammars(engine / "info.json", VOCAB)
     asked = request(0, guide.kind, guide.text)
-    grammar, tokenizer = compiling.compile(guide).result(60), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    compiling.close()
+    grammar, tokenizer = compiling.compile(guide).result(), Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = call_text(form, "get_weather", city="x").partition('"x"')[0]
     for seed in range(8):
         random, matcher = np.random.default_rng(seed), grammars.Follower(grammar, asked).matcher
