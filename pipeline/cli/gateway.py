@@ -80,7 +80,11 @@ def gateway(
     from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(launch_options.gateway_model(target, tuple(served_model_name or ()), tool_format, reasoning=not no_reasoning),),
+        models=(
+            launch_options.gateway_model(
+                target, tuple(served_model_name or ()), tool_format, reasoning=not no_reasoning
+            ),
+        ),
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
