@@ -33,8 +33,8 @@ def report(
         f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds). Errors are mean absolute errors "
         "of predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count "
         "in tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a "
-        "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either card "
-        "alone fit that one best.",
+        "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either "
+        "card alone fit that one best.",
         "",
         *_summary("all runs", [("all", fitted, held)]),
         *_grouped("release", fitted, held, lambda one: f"{one.runtime} {one.release}"),
@@ -102,8 +102,8 @@ def _whole(held: Judged) -> list[str]:
     return [
         f"TPOT: release {WHOLE_MS} publishes it in whole ms, 5 to 9 of them for an 8B model. Our figures for these "
         f"{len(of)} runs are off by {as_given.mean:.1%} (bias {as_given.bias:+.1%}); over all tokens of an answer "
-        f"instead of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} ({np.mean(alike):+.1%}). "
-        "Which of the two was published is not told; the tables count the first.",
+        f"instead of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} "
+        f"({np.mean(alike):+.1%}). Which of the two was published is not told; the tables count the first.",
         "",
     ]
 
