@@ -16,9 +16,9 @@ from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
 from trtpipe.pipeline.gateway.traces import traces_url
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
@@ -148,7 +148,7 @@ def gateway_options(
     )
     for one in served:
         for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
-            require_free(chosen, one.model_names, placed.name)
+            require_free([name for other in served for name in other.model_names], one.model_names, placed.name)
     access.check(chosen)
     return chosen
 
