@@ -276,7 +276,8 @@ def test_required_calls_and_forms_through_the_gateway(served: Served, tmp_path: 
         "temperature": 0,
     }  # fmt: skip
     offered = {**fields, "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
-    named = {"type": "function", "function": {"name": "count"}}
+    named: Any = {"type": "function", "function": {"name": "count"}}
+    choice: Any
     gateway = Gateway.start(GatewayOptions(models=(model,), grpc_url=served.grpc, port=0))
     try:
         with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=280) as client:
