@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.benchmarks.gpu import comparison
+from tests.benchmarks.gpu import comparison, served_page
 
 PROTOCOLS = {
     "grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway", "native": "`vllm serve`",
@@ -45,8 +45,9 @@ MISSING = {
 }
 
 
-def render(kept: Mapping[str, Any], figure: str = "") -> str:
-    """figure: name of the file that `comparison.figure` was written to."""
+def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
+    """figure, tails: names of the files that `comparison.figure` and `served_page.long_figure` were written to."""
+    kept = {name: section for name, section in kept.items() if section["result"]}
     parts = ["# Measured on a GPU, end to end\n"]
     parts.append(
         "Written by `make gpu-e2e`, which says what each section does; the same figures are in the JSON beside this "
@@ -58,7 +59,23 @@ def render(kept: Mapping[str, Any], figure: str = "") -> str:
         if name == "reference" and "engine" in kept:
             drawn = [f"![tokens a second of each stack]({figure})\n"] if figure else []
             parts += ["## Which one, when\n", _STACKS, *drawn, *comparison.table(kept, _bandwidth(kept["engine"]))]
+    parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
+
+
+# Section -> its title and what it says.
+SERVED: dict[str, tuple[str, Callable[..., list[str]]]] = {
+    "features": ("Features by cost", served_page.features),
+    "offload": ("A KV cache in the host's memory", served_page.offload),
+    "tune": ("What tuning wins", served_page.tune),
+    "long": ("Under load for long", served_page.long),
+}
+
+
+def _served(name: str, section: Mapping[str, Any], tails: str) -> str:
+    title, said = SERVED[name]
+    lines = said(section["result"], *([tails] if name == "long" else []))
+    return "\n".join([f"## {title}\n", _where(section), *lines, _commands(section)])
 
 
 _STACKS = """\
@@ -77,7 +94,7 @@ def _where(section: Mapping[str, Any]) -> str:
     machine, versions = section["machine"], section["versions"]
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     gpus = f"{machine['gpus']} x " if machine["gpus"] > 1 else ""
-    beside = f" Meanwhile another GPU of the host ran: {section['beside']}." if section.get("beside") else ""
+    beside = f" Meanwhile the host's other GPUs ran: {section['beside']}." if section.get("beside") else ""
     return (
         f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "
