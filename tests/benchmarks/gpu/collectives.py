@@ -194,8 +194,7 @@ def _measured(engine: Reference, levels: list[int]) -> dict[str, dict[str, float
         found |= loop.measure(engine, [level], None)
         model.forward = timed  # type: ignore[method-assign]
         began, spent[0] = time.perf_counter(), 0.0
-        loop.waves(engine, level, waves=1)
-        # Both of its waves are timed, the one that goes ahead too.
+        loop.waves(engine, level, waves=1)  # with one that goes ahead
         found[str(level)]["model_share"] = spent[0] / (time.perf_counter() - began)
         model.forward = forward  # type: ignore[method-assign]
     return found

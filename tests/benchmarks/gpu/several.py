@@ -1,4 +1,4 @@
-"""Sections of `make gpu-e2e` that need several GPUs: sums, tensor parallelism, and models larger than one GPU.
+"""Sections of `make gpu-e2e` that need four GPUs: sums, tensor parallelism, and models larger than one GPU.
 
 Each fills what goes into the report's JSON, and goes on with what `out` holds. Models are those of `shaped`: their
 weights come from a seed, so nothing here tells of a text.
@@ -6,12 +6,14 @@ weights come from a seed, so nothing here tells of a text.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ import numpy as np
 from tests.benchmarks.gpu import predicted, shaped
 from tests.benchmarks.gpu.place import SIZES, Place
 from tests.benchmarks.gpu.sections import LEVELS, Keep
-from trtpipe.engines.nvidia import NoDriver, read_gpus
 
+GPUS = 4
 LOADS = tuple(LEVELS[:3])
 # Of prompts whose answers are compared bit by bit.
 PROMPTS, PROMPT, NEW = 8, 128, 32
@@ -49,28 +51,54 @@ def changes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement on some of the GPUs."""
+    """A measurement of an engine on some of the GPUs, one for each rank."""
 
+    model: str
     runtime: str
     devices: tuple[int, ...]
     fp8: bool = True
     ep: int = 1
-    levels: Sequence[int] = LOADS
-    # Of the reference runtime: whether one GPU can hold all ranks, to compare, and whether NCCL alone is measured too.
+    levels: tuple[int, ...] = LOADS
+    # Of the reference runtime: whether one GPU can hold all ranks, to compare, and what NCCL alone is measured at.
     together: bool = False
-    nccl: bool = False
+    nccl: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
         return "fp8" if self.fp8 else "bf16"
 
     @property
-    def ranks(self) -> int:
-        return len(self.devices)
-
-    @property
     def key(self) -> str:
-        return f"{self.runtime} {self.dtype} tp={self.ranks}{f' ep={self.ep}' if self.ep > 1 else ''}"
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"{RUNTIMES[self.runtime]} {self.dtype}, tp {len(self.devices)}{experts}"
+
+
+RUNTIMES = {"vllm": "vLLM", "reference": "reference"}
+LLAMA8, LLAMA70, MIXTRAL = "llama3-8b", "llama3-70b", "mixtral-8x7b"
+FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
+# Those that need one or two GPUs: the jobs of a list one after the other, both lists at the same time.
+PAIRS = (
+    (
+        Job(LLAMA8, "reference", FIRST, fp8=False, together=True, nccl=LOADS[:2]),
+        Job(LLAMA8, "reference", FIRST[:1]),
+        Job(LLAMA70, "vllm", FIRST),
+        Job(MIXTRAL, "vllm", FIRST, fp8=False),
+        Job(MIXTRAL, "reference", FIRST, levels=LOADS[:2], together=True),
+    ),
+    (
+        Job(LLAMA8, "reference", SECOND, together=True, nccl=LOADS[:2]),
+        Job(LLAMA8, "reference", SECOND[:1], fp8=False),
+        Job(LLAMA70, "reference", SECOND, nccl=LOADS[:1]),
+        Job(MIXTRAL, "vllm", SECOND[:1]),
+        Job(MIXTRAL, "reference", SECOND, ep=2, levels=LOADS[:2], together=True),
+    ),
+)
+FOURS = (
+    Job(LLAMA8, "reference", ALL, fp8=False, together=True),
+    Job(LLAMA8, "reference", ALL),
+    Job(LLAMA70, "reference", ALL, nccl=LOADS[:1]),
+    Job(MIXTRAL, "vllm", ALL, ep=4),
+)
 
 
 def folder(place: Place, model: str, *, fp8: bool) -> Path:
@@ -80,71 +108,77 @@ def folder(place: Place, model: str, *, fp8: bool) -> Path:
 
 
 def _made(path: Path, make: Callable[[Path], Any]) -> Path:
-    if not path.is_dir():
-        new = path.with_name(f"{path.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
-        make(new)
-        new.rename(path)
+    """`path`, made by whoever comes first; others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_dir():
+            new = path.with_name(f"{path.name}.new")
+            shutil.rmtree(new, ignore_errors=True)
+            make(new)
+            new.rename(path)
     return path
 
 
-def engine(place: Place, model: str, job: Job) -> Path:
-    """The folder as an engine of the job's runtime, made where it is not there."""
+def engine(place: Place, job: Job) -> Path:
+    """The engine of a job, made where it is not there."""
     make = {"vllm": shaped.vllm_engine, "reference": shaped.reference_engine}[job.runtime]
-    source = folder(place, model, fp8=job.fp8)
-    path = place.scratch / "engines" / f"{model} {job.key}".replace(" ", "-")
-    return _made(path, lambda new: make(source, new, place.gpu, job.ranks, job.ep))
+    source = folder(place, job.model, fp8=job.fp8)
+    path = place.scratch / "engines" / f"{job.model} {job.key}".replace(",", "").replace(" ", "-")
+    return _made(path, lambda new: make(source, new, place.gpu, len(job.devices), job.ep))
 
 
-def measure(place: Place, model: str, out: dict[str, Any], keep: Keep, *lists: Sequence[Job]) -> None:
-    """The jobs of each list one after the other, the lists at the same time; those that `out` holds are done.
+def prepare(scratch: str, gpu: str, models: Sequence[str]) -> None:
+    """Write folders and engines of some of the models ahead, while GPUs measure others."""
+    for job in (*PAIRS[0], *PAIRS[1], *FOURS):
+        if job.model in models:
+            engine(Place(Path(scratch), "", gpu), job)
 
-    Predictions are made and engines are written before.
-    """
-    left = [[job for job in jobs if "in_process" not in out.get(job.key, {})] for jobs in lists]
-    for job in (job for jobs in left for job in jobs):
-        out[job.key] = {"beside": len(lists) > 1}
-        if job.runtime == "vllm":
-            out[job.key]["predicted"] = predicted.together(
-                place.gpu, job.dtype, "vllm", job.levels, model=model, tp=job.ranks
-            )
-        engine(place, model, job)
-    keep()
+
+def measure(place: Place, out: dict[str, Any], keep: Keep, *lists: Sequence[Job]) -> None:
+    """The jobs of each list one after the other, the lists at the same time, into `out` by model and engine; those that
+    it holds are done. A prediction is made and kept before its job is started."""
+    lock = Lock()
 
     def run(jobs: Sequence[Job]) -> None:
         for job in jobs:
-            out[job.key] |= _one(place, model, job)
-            keep()
+            with lock:
+                found = out.setdefault(job.model, {}).setdefault(job.key, {})
+                if "in_process" in found:
+                    continue
+                found["beside"] = len(lists) > 1
+                if job.runtime == "vllm":
+                    found["predicted"] = predicted.together(
+                        place.gpu, job.dtype, "vllm", job.levels, model=job.model, tp=len(job.devices)
+                    )
+                keep()
+            measured = _one(place, job)
+            with lock:
+                found |= measured
+                keep()
 
     with ThreadPoolExecutor(len(lists)) as threads:
-        list(threads.map(run, left))
+        list(threads.map(run, lists))
 
 
-def _one(place: Place, model: str, job: Job) -> dict[str, Any]:
+def _one(place: Place, job: Job) -> dict[str, Any]:
     there = RANKS | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.devices))}
-    shared = {"engine": str(engine(place, model, job)), "levels": list(job.levels)}
+    shared = {"engine": str(engine(place, job)), "levels": list(job.levels)}
     if job.runtime == "vllm":
         found = place.inside("vllm_throughput", environment=there, limit=PATIENCE, **shared)
         return found if "reason" in found else {"in_process": found}
     top = SMALL["vocab_size"] if changes() else 30_000
     prompts = np.random.default_rng(1).integers(2, top, (PROMPTS, PROMPT)).tolist()
-    return place.inside(
+    made: dict[str, Any] = place.inside(
         "collectives:tensor_parallel", environment=there, limit=PATIENCE, prompts=prompts, new=NEW,
-        together=job.together, nccl=list(job.levels) if job.nccl else [], **shared,
+        together=job.together, nccl=list(job.nccl), **shared,
     )  # fmt: skip
-
-
-def gpus() -> int:
-    """How many there are; where the scripts are tried without one, as many ranks as are started then."""
-    try:
-        return len(read_gpus())
-    except NoDriver:
-        return 4
+    return made
 
 
 def sums(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """All-reduces over two GPUs and over all, by bytes and way; and what `trtpipe probe` finds of them."""
-    for ranks in dict.fromkeys((2, gpus())):
+    """All-reduces over two GPUs and over four, by bytes and way; and what `trtpipe probe` finds of them."""
+    for ranks in (2, GPUS):
         if str(ranks) in out:
             continue
         there = RANKS | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
@@ -157,43 +191,23 @@ def sums(place: Place, out: dict[str, Any], keep: Keep) -> None:
         keep()
 
 
-def tensor_parallel(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """The reference runtime with Llama 3 8B's shapes: on one GPU beside two others, then on four."""
-    for devices in [((0,), (2, 3)), ((0, 1, 2, 3),)][: 2 if gpus() >= 4 else 1]:
-        lists = [
-            [Job("reference", own, fp8=fp8, together=len(own) > 1, nccl=len(own) > 1) for fp8 in (False, True)]
-            for own in devices
-        ]
-        measure(place, "llama3-8b", out, keep, *lists)
+def pairs(place: Place, out: dict[str, Any], keep: Keep) -> None:
+    """Engines on one and on two GPUs: the reference runtime's from our checkpoints, vLLM's from the folders."""
+    measure(place, out, keep, *PAIRS)
 
 
-def llama70b(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """Llama 3 70B's shapes in FP8: vLLM from the folder on two GPUs, the reference runtime from our checkpoint on the
-    two others, then on four. vLLM on four is in `large_served`."""
-    measure(
-        place, "llama3-70b", out, keep, [Job("vllm", (0, 1))], [Job("reference", (2, 3), nccl=True)],
-    )  # fmt: skip
-    measure(place, "llama3-70b", out, keep, [Job("reference", (0, 1, 2, 3), nccl=True)])
-
-
-def mixtral(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """Mixtral 8x7B's shapes. vLLM: in FP8 on one GPU, in BF16 on two, and on four with whole experts on each. The
-    reference runtime on two, with a part of each expert on each and with whole ones."""
-    few = LOADS[:2]
-    measure(place, "mixtral-8x7b", out, keep, [Job("vllm", (0,))], [Job("vllm", (2, 3), fp8=False)])
-    measure(
-        place, "mixtral-8x7b", out, keep, [Job("reference", (0, 1), levels=few, together=True)],
-        [Job("reference", (2, 3), ep=2, levels=few, together=True)],
-    )  # fmt: skip
-    measure(place, "mixtral-8x7b", out, keep, [Job("vllm", (0, 1, 2, 3), ep=4)])
+def fours(place: Place, out: dict[str, Any], keep: Keep) -> None:
+    """The same on four."""
+    measure(place, out, keep, FOURS)
 
 
 def large_served(place: Place, out: dict[str, Any], keep: Keep) -> None:
     """Llama 3 70B's shapes in FP8 on four GPUs, built by `trtpipe build` from the folder: vLLM alone, behind our fronts
     and behind its own server."""
-    model = folder(place, "llama3-70b", fp8=True)
-    out["predicted"] = predicted.together(place.gpu, "fp8", "vllm", LOADS, model="llama3-70b", tp=4)
-    words = [word for setting in (*SIZES, "tp=4") for word in ("--set", setting)]
+    model = folder(place, LLAMA70, fp8=True)
+    out["predicted"] = predicted.together(place.gpu, "fp8", "vllm", LOADS, model=LLAMA70, tp=GPUS)
+    keep()
+    words = [word for setting in (*SIZES, f"tp={GPUS}") for word in ("--set", setting)]
     place.trtpipe("build", "--model", str(model), "--gpu", place.gpu, "--runtime", "vllm", *words)
     run = max((place.scratch / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
     os.environ.update(RANKS)
@@ -214,6 +228,5 @@ def _bench(place: Place, fronts: Sequence[str], out: dict[str, Any], keep: Keep)
 
 
 SECTIONS: dict[str, Callable[[Place, dict[str, Any], Keep], None]] = {
-    "sums": sums, "tensor_parallel": tensor_parallel, "llama70b": llama70b, "mixtral": mixtral,
-    "large_served": large_served,
+    "sums": sums, "pairs": pairs, "fours": fours, "large_served": large_served,
 }  # fmt: skip

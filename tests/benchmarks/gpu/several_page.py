@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import comparison
@@ -14,12 +14,32 @@ HEAD = [
 ]
 
 
+def large_served(result: Mapping[str, Any], fronts: Callable[[Mapping[str, Any]], list[str]]) -> Iterator[str]:
+    """fronts: the table of what was served, of results by name."""
+    yield (
+        "Llama 3 70B's shapes in FP8 on four GPUs, built by `trtpipe build` from the folder: the engine in its own "
+        "process,\nthen behind tritonserver, our gateway and its own server, six seconds a load.\n"
+    )
+    whole = {"fp8, tp 4": {"in_process": result["in_process"], "served": result["served"]}}
+    yield "| in flight | tok/s, waves | steady | TTFT p50 ms | joules a token |"
+    yield "|---|---|---|---|---|"
+    for level, speed in result["in_process"].items():
+        spent = speed.get("joules_per_token")
+        yield (
+            f"| {level} | {speed['waves']:,.0f} | {speed['steady']:,.0f} | {speed.get('ttft_p50_ms', 0):,.0f} "
+            f"| {'' if spent is None else format(spent, '.3g')} |"
+        )
+    yield ""
+    yield from fronts(whole)
+    yield from comparison.predictions({"vLLM fp8, tp 4": (result["predicted"], result["in_process"])})
+
+
 def sums(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "A sum of bfloat16 over two GPUs and over all, microseconds of one in a CUDA graph. One-shot: each rank reads "
-        "the\nparts of all others from their memory. Two-shot: each adds up its share, then reads the other shares. The "
-        "reference\nruntime takes one-shot up to 1 MB that a rank reads, two-shot up to 8 MB, NCCL beyond. NVLink's "
-        "multicast is off.\n"
+        "the\nparts of all others from their memory. Two-shot: each adds up its share, then reads the other shares. "
+        "The reference\nruntime takes one-shot up to 1 MB that a rank reads, two-shot up to 8 MB, NCCL beyond. "
+        "NVLink's multicast is off.\n"
     )
     for ranks, found in result.items():
         measured = found["by_bytes"]
@@ -40,15 +60,15 @@ def sums(result: Mapping[str, Any]) -> Iterator[str]:
 
 def tensor_parallel(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "Llama 3 8B's shapes, our TensorRT-LLM checkpoint of each number of ranks, a process and a GPU a rank; one GPU "
-        "and two\nran at the same time on GPUs of their own.\n"
+        "Llama 3 8B's shapes, our TensorRT-LLM checkpoint of each number of ranks, a process and a GPU a rank. One "
+        "GPU and two\nran while other GPUs of the host worked.\n"
     )
     yield "| precision | in flight | GPUs | tok/s | over one GPU | tok/s over NCCL alone | in the model |"
     yield "|---|---|---|---|---|---|---|"
     for dtype in ("bf16", "fp8"):
-        alone = result.get(f"reference {dtype} tp=1", {}).get("in_process", {})
+        alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
         for ranks in (1, 2, 4):
-            one = result.get(f"reference {dtype} tp={ranks}", {})
+            one = result.get(f"reference {dtype}, tp {ranks}", {})
             for level, speed in one.get("in_process", {}).items():
                 ratio = f"{speed['waves'] / alone[level]['waves']:.2f}" if level in alone and ranks > 1 else ""
                 yield (
@@ -63,7 +83,7 @@ def tensor_parallel(result: Mapping[str, Any]) -> Iterator[str]:
 def _bound(result: Mapping[str, Any]) -> Iterator[str]:
     """What of a step on one GPU no second GPU can take."""
     for dtype in ("bf16", "fp8"):
-        alone = result.get(f"reference {dtype} tp=1", {}).get("in_process", {})
+        alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
         for level, speed in alone.items():
             outside = 1 - speed["model_share"]
             yield (
@@ -109,7 +129,7 @@ def _nccl(one: Mapping[str, Any], level: str) -> str:
 
 
 def _equality(result: Mapping[str, Any]) -> Iterator[str]:
-    compared = {name: one for name, one in result.items() if "again" in one and "tp=1" not in name}
+    compared = {name: one for name, one in result.items() if "again" in one and ", tp 1" not in name}
     if not compared:
         return
     yield "Steps of eight greedy answers whose logits are the same bits:\n"
@@ -127,17 +147,37 @@ def _steps(steps: Mapping[str, Any] | None) -> str:
     return f"{steps['equal']:,} of {steps['steps']:,}{most}"
 
 
-MIXTRAL = """\
-Mixtral 8x7B's shapes. vLLM from the folder; the reference runtime from our checkpoint, where tp divides every expert
-among the ranks and ep gives each rank whole experts. It records no step of a model with experts as a CUDA graph: how
-many tokens an expert has is counted on the host.
-"""
-LARGE = """\
-Llama 3 70B's shapes in FP8, 70 GB of weights, 128 tokens in and 128 out, all requests starting together. vLLM from the
-folder, the reference runtime from our TensorRT-LLM checkpoint. The weights come from a seed; they were written in FP8.
-"""
-# The figures of studies on other hardware, and which side of them was measured here.
-STUDY = """\
-The study's 4.6 and 4.4 times are of FP8 on an H100 over FP16 on an A100. No A100 was at hand: of that ratio this page
-has the H100's side alone.
+def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "vLLM from the folder; the reference runtime from our checkpoint, where tp divides every expert among the "
+        "ranks and\nep gives each rank whole experts. It records no step of a model with experts as a CUDA graph: how "
+        "many tokens an expert\nhas is counted on the host.\n"
+    )
+    yield from engines(result)
+
+
+def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "70 GB of weights from a seed, written in FP8, 128 tokens in and 128 out, all requests starting together. vLLM "
+        "from\nthe folder, the reference runtime from our TensorRT-LLM checkpoint. vLLM on four GPUs is below.\n"
+    )
+    yield from engines(result)
+    yield (
+        "The study's table says of Llama 3 on an H100 in FP8: 4.6 times the throughput of an A100 and 4.4 times lower "
+        "latency to\nthe first token. No A100 was at hand: these figures are the H100's side of that ratio alone.\n"
+    )
+
+
+# Model -> the title of its part, and what that says.
+MODELS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+    "llama3-8b": ("Tensor parallelism of the reference runtime", tensor_parallel),
+    "llama3-70b": ("Llama 3 70B's shapes", llama70b),
+    "mixtral-8x7b": ("Mixtral 8x7B's shapes", mixtral),
+}
+
+
+ABSENT = """\
+- **Llama 3 70B's shapes in BF16.** 140 GB of weights on four GPUs: not tried, the GPUs' time was spent on FP8.
+- **Eight GPUs.** None were lent.
+- All that one GPU of this kind was measured for is in [h100.md](h100.md).
 """

@@ -7,6 +7,7 @@ with one scale for all matrices. All weights are cuts of one block of numbers.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,7 @@ def reference_engine(source: Path, out: Path, gpu: str, tp: int, ep: int = 1) ->
     with tempfile.TemporaryDirectory() as scratch:
         workshop = Workshop(executor=LocalExecutor(), log=Path(scratch, "log"))
         reference.build(Checkpoint(path=checkpoint), out, LIMITS, target, workshop)
+    shutil.rmtree(checkpoint)  # the engine has links to its files
     return out
 
 
