@@ -32,7 +32,7 @@ def main() -> int:
     options.add_argument("scratch", type=Path)
     options.add_argument("lists", nargs="+", help="sections of each GPU, with commas between them")
     options.add_argument("--engine-python", default=sys.executable)
-    options.add_argument("--smollm2", type=Path, required=True)
+    options.add_argument("--smollm2", type=Path, help="for accuracy and folders")
     options.add_argument("--json", type=Path, required=True)
     options.add_argument("--report", type=Path, required=True)
     options.add_argument("--seconds", type=float, required=True)
@@ -51,9 +51,10 @@ def main() -> int:
         beside = "; ".join(other for number, other in enumerate(chosen.lists) if number != gpu)
         words = [
             sys.executable, "-m", "tests.benchmarks.gpu", str(own), "--only", names, "--resume", "--beside", beside,
-            "--engine-python", chosen.engine_python, "--smollm2", str(chosen.smollm2.resolve()),
+            "--engine-python", chosen.engine_python,
             "--json", str(own / "found.json"), "--report", str(own / "found.md"), "--seconds", str(chosen.seconds),
         ]  # fmt: skip
+        words += ["--smollm2", str(chosen.smollm2.resolve())] if chosen.smollm2 else []
         with (scratch / f"gpu{gpu}.log").open("ab") as log:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
             started.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log))

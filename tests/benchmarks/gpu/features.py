@@ -7,7 +7,7 @@ nothing in its answers repeats, so that a guide repeats where drafts are to be a
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,21 @@ import httpx
 import numpy as np
 
 from tests.benchmarks.gpu import front_load
-from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
+from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
 from tests.benchmarks.gpu.place import Place
 from tests.benchmarks.gpu.sections import Keep
 from tests.benchmarks.guided import SCHEMA
 from tests.support.adapters import write_adapter
 
+# What a server's row of `ps` and a target give: the figures of its loads.
+Loads = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DTYPE = "bf16"
 RUNTIMES = ("vllm", "reference")
-BATCH = 64
+BATCH, WAVES = 64, 3
 ADAPTERS, RANK = (0, 1, 8, 32), 16
 DRAFTED = (1, 16, 64)
 DRAFTS = ("build.speculative_decoding_mode=ngram", "build.max_draft_len=4")
-VARIANTS: dict[str, tuple[str, ...]] = {"plain": (), "lora": (), "ngram": DRAFTS}
+VARIANTS: dict[str, tuple[str, ...]] = {"plain": (), "ngram": DRAFTS, "lora": ()}
 # One answer alone fits it: each digit is one token in any byte-level vocabulary without merges of digits.
 REPEATING = {"structured_outputs": {"regex": "(0123456789){50}"}}
 JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}}
@@ -45,17 +47,25 @@ def features(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
     for runtime in RUNTIMES:
         there = out.setdefault(runtime, {})
         for name, settings in VARIANTS.items():
-            if name in there:
-                continue
             adapters = adapter_words(place, model, max(ADAPTERS)) if name == "lora" else ()
-            try:
-                run = place.build(model, DTYPE, runtime, *settings, words=adapters)
-                with place.front(run.name) as entry:
-                    there[name] = _VARIANT_LOADS[name](entry, run.name)
-            except (RuntimeError, httpx.HTTPError, subprocess.CalledProcessError) as error:
-                there.setdefault("reasons", {})[name] = str(error)[:500] or type(error).__name__
+            _measure(place, model, runtime, settings, adapters, there, name, _VARIANT_LOADS[name])
             keep()
         place.forget()
+
+
+def _measure(
+    place: Place, model: Path, runtime: str, settings: Sequence[str], words: Sequence[str], out: dict[str, Any],
+    name: str, loads: Loads,
+) -> None:  # fmt: skip
+    """Build and serve a target, and put what `loads` gives of it, or the reason why there is nothing, into `out`."""
+    if name in out:
+        return
+    try:
+        run = place.build(model, DTYPE, runtime, *settings, words=words)
+        with place.front(run.name) as entry:
+            out[name] = loads(entry, run.name)
+    except (RuntimeError, httpx.HTTPError, subprocess.CalledProcessError) as error:
+        out.setdefault("reasons", {})[name] = str(error)[:500] or type(error).__name__
 
 
 def adapter_words(place: Place, model: Path, count: int) -> tuple[str, ...]:
@@ -96,9 +106,7 @@ def _ngram(entry: Mapping[str, Any], target: str) -> dict[str, Any]:
     return found
 
 
-_VARIANT_LOADS: dict[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
-    "plain": _plain, "lora": _lora, "ngram": _ngram,
-}  # fmt: skip
+_VARIANT_LOADS: dict[str, Loads] = {"plain": _plain, "ngram": _ngram, "lora": _lora}
 
 
 def _measured(entry: Mapping[str, Any], concurrency: int, body: front_load.Body) -> dict[str, float]:
@@ -129,18 +137,16 @@ def offload(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
         f"serving.max_tokens_in_paged_kv_cache={CACHE}",
     )  # fmt: skip
     for name, settings in (("gpu", ()), ("host", (f"serving.kv_cache_host_memory_bytes={HOST_BYTES}",))):
-        if name in out:
-            continue
-        run = place.build(model, DTYPE, "vllm", *sizes, *settings)
-        with place.front(run.name) as entry:
-            out[name] = {
-                str(groups): front_load.waves(
-                    entry["openai"], _again(run.name, groups), IN_FLIGHT, 2 * groups // IN_FLIGHT
-                )
-                for groups in (FEW, MANY)
-            }
+        _measure(place, model, "vllm", (*sizes, *settings), (), out, name, _starts)
         keep()
     place.forget()
+
+
+def _starts(entry: Mapping[str, Any], target: str) -> dict[str, Any]:
+    return {
+        str(groups): front_load.waves(entry["openai"], _again(target, groups), IN_FLIGHT, 2 * groups // IN_FLIGHT)
+        for groups in (FEW, MANY)
+    }
 
 
 def _again(target: str, groups: int) -> front_load.Body:

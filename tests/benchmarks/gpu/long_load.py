@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ async def _round(server: soak.Server, number: int) -> dict[str, Any]:
     seconds = 60 * MINUTES
     sent: list[Sent] = []
     samples: list[dict[str, float]] = []
-    parts = server.parts()
+    parts = _parts(server)
     killed = back = None
     began = time.monotonic()
     limits = httpx.Limits(max_connections=1000, max_keepalive_connections=200)
@@ -101,7 +102,7 @@ async def _round(server: soak.Server, number: int) -> dict[str, Any]:
                 killed is not None and back is None and any(one.ended == "answered" and one.at > killed for one in sent)
             ):
                 back = min(one.first or now for one in sent if one.ended == "answered" and one.at > killed)
-                parts = server.parts()
+                parts = _parts(server)
             if sampling is not None and sampling.done():
                 samples.append({"at": next_sample - SAMPLE_S, **sampling.result()})
                 sampling = None
@@ -142,6 +143,13 @@ def _request(rng: random.Random, model: str, request: Sent) -> tuple[dict[str, A
     }  # fmt: skip
     body |= features.JSON if rng.random() < GUIDED else {"ignore_eos": True}
     return body, rng.randint(1, 20) if rng.random() < LEFT else 0
+
+
+def _parts(server: soak.Server) -> dict[str, psutil.Process]:
+    """Its processes; those that an engine starts to compile kernels may end while they are listed."""
+    while True:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return server.parts()
 
 
 def _sample(server: soak.Server, parts: dict[str, psutil.Process]) -> dict[str, float]:

@@ -19,8 +19,12 @@ ABSENT = """\
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
-- **Transformer Engine and llama.cpp on the GPU.** Not tried: both are compiled from source on the machine that runs
-  them, which was held for less than an hour at a time and reaches no package index.
+- **Transformer Engine and llama.cpp on the GPU.** Both are compiled on the machine that runs them, which was held for
+  half an hour and reaches no package index: Transformer Engine 2.20 is a library of 277 MB and an extension for the
+  torch that is there; llama-cpp-python 0.3.36 is 77 MB of source, and needs a GGUF file of these shapes, which the
+  project reads and does not write.
+- **The newest vLLM.** The machines have torch 2.11. On PyPI vLLM 0.26.0 is the last that requires it; 0.27 requires
+  2.13 and 0.33 requires 2.14, whose wheel is 555 MB without the CUDA libraries that it needs.
 """
 # The same of sections that are not there yet.
 MISSING = {
@@ -37,6 +41,18 @@ MISSING = {
 """,
     "kv_cache": """\
 - **The speed of an FP8 KV cache** at these sizes. On an H200: [h200.md](h200.md).
+""",
+    "features": """\
+- **LoRA, structured output and speculation** by cost at these sizes.
+""",
+    "offload": """\
+- **A KV cache in the host's memory**, which needs a GPU.
+""",
+    "tune": """\
+- **Tuning** on a GPU. On a CPU: [tuning.md](../tuning.md).
+""",
+    "long": """\
+- **Load for long** on a GPU. On a CPU, an hour of it: [soak.md](soak.md).
 """,
     "parallel": """\
 - **Two GPUs** of this kind. On two H200s: [h200.md](h200.md). On a CPU, in every run of the tests: ranks in processes

@@ -9,7 +9,10 @@ from typing import Any
 from trtpipe.pipeline.pages.plots import Line, Panel, timeline
 
 RUNTIMES = {"vllm": "vLLM", "reference": "reference runtime"}
-VARIANTS = {"plain": "the baseline", "lora": "LoRA", "ngram": "speculation"}
+VARIANTS = {
+    "plain": "the baseline", "lora": "LoRA", "ngram": "speculation", "gpu": "the GPU's memory alone",
+    "host": "the host's memory",
+}  # fmt: skip
 # Colours of a drawing that stands alone; on HTML pages the style sheet has them.
 STYLE = (
     "<style>text{fill:#555;font:10.5px sans-serif}.label{fill:#111}.grid{stroke:#ddd;fill:none}"
@@ -32,12 +35,7 @@ def features(result: Mapping[str, Any]) -> list[str]:
             "engine built without them, for structured output the same sampling without a schema, for speculation an "
             "engine without drafts."
         ),
-        *[
-            f"- Not measured: {VARIANTS.get(variant, variant)} in the {RUNTIMES[name]}: {reason}\n"
-            for name, one in result.items()
-            for variant, reason in one.get("reasons", {}).items()
-            if variant not in one
-        ],
+        *[line for name, one in result.items() for line in _reasons(one, f" in the {RUNTIMES[name]}")],
     ]
     lora = [row for name, one in result.items() if {"lora", "plain"} <= one.keys() for row in _lora(name, one)]
     if lora:
@@ -82,6 +80,11 @@ def features(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _reasons(one: Mapping[str, Any], where: str = "") -> list[str]:
+    reasons = one.get("reasons", {}).items()
+    return [f"- Not measured: {VARIANTS[name]}{where}: {reason}\n" for name, reason in reasons if name not in one]
+
+
 def _ratio(one: Mapping[str, float], other: Mapping[str, float], name: str = "tokens_per_s") -> str:
     return f"{one[name] / other[name]:.2f}"
 
@@ -124,6 +127,7 @@ def offload(result: Mapping[str, Any]) -> list[str]:
             "tokens in turn, then 64 tokens of their own and 32 of answer, 8 in flight. Without the host's memory a "
             "text that the GPU's cache has no room for is computed again."
         ),
+        *_reasons(result),
         "| texts | their tokens | requests/s without | with the host's memory | ratio | latency s, without / with |",
         "|---|---|---|---|---|---|",
         *rows,
