@@ -153,6 +153,8 @@ def measure(place: Place, out: dict[str, Any], keep: Keep, *lists: Sequence[Job]
                     )
                 keep()
             measured = _one(place, job)
+            if job.runtime == "reference":
+                shutil.rmtree(engine(place, job))  # those of all jobs do not fit side by side
             with lock:
                 found |= measured
                 keep()

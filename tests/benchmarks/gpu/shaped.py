@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.convert import COMMON
+from tests.benchmarks.gpu.inside import tokenizer
 from trtpipe.configs import facts
 from trtpipe.engines.backends import reference, vllm
 from trtpipe.engines.backends.base import Target, Workshop
@@ -62,6 +63,7 @@ def write(folder: Path, model: str, *, fp8: bool, **changes: Any) -> int:
         plans = list(unified.plan(shape, FP8))
     else:
         plans = [whole(name, shape_of, None) for name, shape_of in source_shapes(shape).items()]
+    tokenizer(folder, shape.vocab_size)
     blocks = _blocks()
     with ThreadPoolExecutor(WRITERS) as threads:
         return sum(threads.map(lambda part: _file(*part, blocks), lay_out(folder, plans, "BF16")))
