@@ -47,7 +47,7 @@ INPUT_SCALE = 16 / 448
 NUMBERS, AT_ONCE = 1 << 24, 1 << 26
 WRITERS = 16
 # As `place.SIZES`.
-LIMITS = BuildConfig(max_batch_size=512, max_input_len=512, max_seq_len=1024)
+LIMITS = BuildConfig(max_batch_size=512, max_input_len=512, max_seq_len=1024, max_num_tokens=8192)
 
 
 def write(folder: Path, model: str, *, fp8: bool, **changes: Any) -> int:
