@@ -23,7 +23,7 @@ from trtpipe.pipeline.cli import app
 from trtpipe.pipeline.cli.help import COMMON
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
-from trtpipe.pipeline.spec import GROUPS, LORA, SCALARS
+from trtpipe.pipeline.layers import GROUPS, LORA, SCALARS
 from trtpipe.triton_repo.check.facts import Successor, successors
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.json_input import load_json, read_json
 from trtpipe.pipeline import stages
-from trtpipe.pipeline.spec import BuildSpec, read_spec
+from trtpipe.pipeline.resolve import read_spec
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record

@@ -10,6 +10,8 @@ from typing import Any
 from trtpipe.engines.adapters import FOLDER as ADAPTERS
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.base import (
+    MAX_CPU_LORAS,
+    MAX_LORAS,
     METHODS,
     NativeServer,
     Needs,
@@ -38,7 +40,7 @@ ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
 # On an H200 it ran with 0.25.0, on a CPU with 0.32.0. Its dependencies want numpy 2, which the server's environment
-# cannot have: see `check_numpy` of pipeline/serving/tritonserver.py.
+# cannot have: see `check_numpy` of pipeline/serving/triton_package.py.
 NEEDS = Needs(package="vllm>=0.25,<0.33", install=("vllm>=0.25,<0.33",))
 # Not what the package depends on, but what it uses: torchvision, torchaudio and torchcodec of PyPI break it, and the
 # triton compiler, numba and others that a CPU's text models leave unused are more than a gigabyte.
@@ -55,8 +57,6 @@ FILE = "engine_args.yaml"
 SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 SAME_ADAPTERS = ""
-# Adapters of one step, and those in the host's memory; requests of more adapters take turns.
-MAX_LORAS, MAX_CPU_LORAS = 8, 64
 # Ranks that its kernels are made for.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 NOTICE = ""

@@ -20,14 +20,19 @@ from trtpipe.pipeline.cli import (
     bench,
     build,
     chat,
+    check,
     config,
+    deploy,
     facts,
+    gateway,
+    generate,
     lora,
     migrate,
     plan,
     prove,
     registry,
     serve,
+    servers,
     targets,
     tune,
     weights,
@@ -45,8 +50,8 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
         build.scrub,
     ),
     "Serve": (
-        serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
-        serve.gateway, serve.monitoring,
+        serve.serve, chat.chat, generate.generate, servers.ps, servers.logs, servers.top, servers.reload, servers.stop,
+        check.check, gateway.gateway, deploy.monitoring,
     ),
     "Measure": (bench.compare, prove.prove),
     "Plan": (plan.plan, tune.tune, facts.probe),
@@ -138,7 +143,7 @@ def make_app() -> typer.Typer:
         for function in functions:
             made.command(name=command_name(function), cls=SectionedCommand)(function)
     made.add_typer(bench.app, name="bench")
-    made.add_typer(serve.deploy, name="deploy")
+    made.add_typer(deploy.deploy, name="deploy")
     made.add_typer(lora.lora, name="lora")
     return made
 

@@ -19,7 +19,7 @@ from trtpipe.engines.trtllm_build import PROGRAM
 from trtpipe.pipeline.cli.config import read_config
 from trtpipe.pipeline.execution.executors import DockerExecutor, find_program
 from trtpipe.pipeline.execution.hardware import require_image, visible_gpus
-from trtpipe.pipeline.serving import engine_python, http_streams, tritonserver
+from trtpipe.pipeline.serving import engine_python, http_streams, triton_package
 from trtpipe.pipeline.serving.servers import running
 from trtpipe.pipeline.store.store import Store, host
 
@@ -95,7 +95,7 @@ def _store(store: Store) -> str:
 
 
 def _server() -> str:
-    found = tritonserver.find_installation()
+    found = triton_package.find_installation()
     return f"{found.server} (nvidia-pytriton {found.version}, numpy {importlib.metadata.version('numpy')})"
 
 

@@ -313,9 +313,9 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
 def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:
     for one in objectives:
         value = single.value(one)
-        if value is not None and value >= one.limit_ms:
+        if value is not None and value >= one.limit:
             metric = one.metric.removesuffix("_from_due")
-            return f"too slow for one client alone: {metric} {one.statistic} {value:.0f} ms of {one.limit_ms:g}"
+            return f"too slow for one client alone: {metric} {one.statistic} {value:.0f} ms of {one.limit:g}"
     raise AssertionError("one of them is missed")
 
 

@@ -281,7 +281,7 @@ class Prediction:
     def meets(self, objectives: Sequence[Objective]) -> bool:
         if not self.keeps_up:
             return False
-        values = [(self.value(one), one.limit_ms) for one in objectives]
+        values = [(self.value(one), one.limit) for one in objectives]
         return all(value is None or value < limit for value, limit in values)
 
     def to_json(self) -> dict[str, Any]:

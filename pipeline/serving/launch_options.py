@@ -16,9 +16,9 @@ from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
 from trtpipe.pipeline.gateway.traces import traces_url
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 

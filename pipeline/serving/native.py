@@ -16,11 +16,11 @@ from trtpipe.engines.process import python_command
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import model_control, ports, server_log, tritonserver
 from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server, remember
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -64,7 +64,7 @@ def launch(
     # A server that listens on all addresses is reached on loopback.
     url = endpoints.http_url.replace("0.0.0.0", "127.0.0.1")
     try:
-        tritonserver.wait_ready(
+        model_control.wait_ready(
             process, f"{url}/health", log, lambda: show(f"starting {spec.name}", ""), program=spec.name
         )
         show(f"asking {served.name} for an answer", "")
@@ -82,7 +82,7 @@ def launch(
     except BaseException as error:
         tritonserver.end(process.pid, spec.program)
         if isinstance(error, StageFailed):
-            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+            raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise
     return server, process
 
@@ -107,7 +107,7 @@ def _port(options: LaunchOptions) -> int:
                 remedy="leave it out, or serve with --front triton",
             )
     assert options.openai is not None
-    return tritonserver.free_ports(options.host, openai=options.openai)["openai"]
+    return ports.free_ports(options.host, openai=options.openai)["openai"]
 
 
 def _start(

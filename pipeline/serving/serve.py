@@ -22,7 +22,17 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.traces import traces_url
-from trtpipe.pipeline.serving import adapters, engine_python, http_streams, native, tritonserver
+from trtpipe.pipeline.serving import (
+    adapters,
+    engine_python,
+    http_streams,
+    model_control,
+    native,
+    ports,
+    server_log,
+    triton_package,
+    tritonserver,
+)
 from trtpipe.pipeline.serving.host_memory import require_host_memory
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
@@ -33,6 +43,7 @@ from trtpipe.pipeline.serving.launch_options import (
     server_image,
 )
 from trtpipe.pipeline.serving.logs import log_path
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import (
     called,
     check_passport,
@@ -52,7 +63,6 @@ from trtpipe.pipeline.serving.servers import (
     remember,
     running,
 )
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
 from trtpipe.triton_repo.combine import link_models
@@ -105,7 +115,7 @@ def launch(
             note(exposed)
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
-    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
+    endpoints = ports.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     traces = traces_url(options.otlp_endpoint)
     folder = store.home / "servers" / name
     served = _served(targets, options)
@@ -127,9 +137,11 @@ def launch(
     log = log_path(store, name)
     log.parent.mkdir(parents=True, exist_ok=True)
     if kind == "local":
-        installation = tritonserver.find_installation()
+        installation = triton_package.find_installation()
         backends = folder / "backends"
-        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python or sys.executable)
+        triton_package.prepare_backends(
+            installation, backends, passport.runtime, options.engine_python or sys.executable
+        )
         start = partial(
             tritonserver.start_local, installation, models, names, backends, endpoints, log, traces_url=traces
         )
@@ -142,7 +154,7 @@ def launch(
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
             gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, traces_url=traces,
         )  # fmt: skip
-    process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
+    process = start_until_ready(start, endpoints, log, note, server_log.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
     try:
         for one in served:
@@ -157,7 +169,7 @@ def launch(
         end(server)
         tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
-            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+            raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise
     return server, process
 
@@ -184,14 +196,14 @@ def start_until_ready(
     for attempt in (1, 2):
         process = start()
         try:
-            tritonserver.wait_ready(process, endpoints.ready_url, log, tick)
+            model_control.wait_ready(process, endpoints.ready_url, log, tick)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
             if not isinstance(error, StageFailed):
                 raise
             if attempt == 2 or START_CRASH not in error.why:
-                raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+                raise explain(error, log, "serve", server_log.last_start(log)) from None
             note(f"{error}; starting it again")
         else:
             break
@@ -277,7 +289,7 @@ def reload(
     loaded = [one for one in served if one.name in fresh]
     for one in loaded:
         names = [one.model(model) for model in model_names(one.repository)]
-        tritonserver.load_models(server.endpoints, names, server.log)
+        model_control.load_models(server.endpoints, names, server.log)
         smoke(renewed, one)
     remember(store, renewed)
     return renewed, loaded
@@ -302,7 +314,7 @@ def smoke(server: Server, served: Served) -> None:
     body = {"text_input": "Hello", length: 1}
     try:
         url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
-        with tritonserver.http_client(120) as client:
+        with model_control.http_client(120) as client:
             reply = client.post(url, json=body).json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(

@@ -13,8 +13,8 @@ from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import terminate, words_of
 from trtpipe.pipeline.gateway import process
-from trtpipe.pipeline.serving import tritonserver
-from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.serving import server_log, tritonserver
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import model_names, tokenizer_folder
@@ -130,7 +130,7 @@ def recorded(store: Store) -> list[Server]:
         if server.died is None and not server.alive and not watched(server):
             if server.gateway_pid is not None:
                 process.end(server.gateway_pid)
-            server = bury(store, server, tritonserver.failure(server.log))
+            server = bury(store, server, server_log.failure(server.log))
         out.append(server)
     return out
 

@@ -22,7 +22,7 @@ from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.net import triton_metrics
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import model_control, server_log, tritonserver
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.serve import end, launch
@@ -124,7 +124,7 @@ def _load_again(
 
     def load(model: str) -> None:
         try:
-            tritonserver.load_unloaded(server.endpoints, model, server.log)
+            model_control.load_unloaded(server.endpoints, model, server.log)
         except StageFailed as error:
             failures.append(str(error))
 
@@ -133,7 +133,7 @@ def _load_again(
 
     try:
         for model in models:
-            tritonserver.unload_model(server.endpoints, model, server.log)
+            model_control.unload_model(server.endpoints, model, server.log)
     except StageFailed as error:
         return str(error)
     if requests_wait():
@@ -171,7 +171,7 @@ def _queued(server: Server, models: Iterable[str]) -> bool:
     import httpx
 
     try:
-        with tritonserver.http_client(ASK_SECONDS) as client:
+        with model_control.http_client(ASK_SECONDS) as client:
             scrape = triton_metrics.parse(client.get(server.endpoints.metrics_url).text, 0.0)
     except (httpx.HTTPError, InputDataError):
         return False
@@ -201,10 +201,10 @@ def _start_again(
 def _ended(status: int, server: Server) -> StageFailed:
     error = StageFailed(
         f"{server.program} ended by itself (status {status})",
-        why=tritonserver.failure(server.log),
+        why=server_log.failure(server.log),
         remedy=f"its log is {server.log}",
     )
-    return explain(error, server.log, "serve", tritonserver.last_start(server.log))
+    return explain(error, server.log, "serve", server_log.last_start(server.log))
 
 
 def _died_too_often(name: str, server: Server) -> StageFailed:

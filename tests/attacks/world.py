@@ -21,8 +21,8 @@ from tests.support.factories import hf_folder
 from tests.support.paths import ROOT
 from tests.support.triton_repositories import inflight, llmapi
 from trtpipe.pipeline.serving import servers
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 
 TARGET = "hf.cpu.fp32"

@@ -44,7 +44,7 @@ from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.net.h2.connection import Connection
 from trtpipe.pipeline.net.h2.triton import STREAM_INFER, Tensor, infer_request
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import model_control, ports, triton_package, tritonserver
 
 WARM_SECONDS, SECONDS = 2.0, 5.0
 PROMPT = [1, 2, 3, 4]
@@ -216,7 +216,7 @@ def measure(load: Load, processes: int, tick: float) -> dict[str, float]:
 
 
 @contextmanager
-def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritonserver.Endpoints, psutil.Process]]:
+def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[ports.Endpoints, psutil.Process]]:
     """A tritonserver with the synthetic engine and so many instances of the engine's model."""
     model = scratch / "tiny"
     if not model.is_dir():
@@ -229,26 +229,26 @@ def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritons
     environment = {**os.environ, "TRTPIPE_HOME": str(scratch / "home"), "PYTHONPATH": str(Path.cwd())}
     subprocess.run(command, cwd=scratch, env=environment, check=True, stdout=subprocess.DEVNULL)
     repository = (scratch / "runs" / "tiny.cpu.bf16" / "repository").resolve()
-    installation = tritonserver.find_installation()
+    installation = triton_package.find_installation()
     backends = scratch / "backends"
-    tritonserver.prepare_backends(installation, backends)
+    triton_package.prepare_backends(installation, backends)
     launch = json.loads((backends / "tensorrtllm" / "engine.json").read_text())
     launch["command"][-1] = "tests.benchmarks.synthetic_runtime"
     os.environ["PYTHONPATH"] = str(Path.cwd())  # where the engine process finds that runtime
     (backends / "tensorrtllm" / "engine.json").write_text(json.dumps(launch))
-    endpoints = tritonserver.choose_endpoints("127.0.0.1", 0, 0, 0)
+    endpoints = ports.choose_endpoints("127.0.0.1", 0, 0, 0)
     os.environ["TRTPIPE_TICK_MS"] = str(tick * 1e3)
     names = sorted(path.name for path in repository.iterdir())
     process = tritonserver.start_local(installation, repository, names, backends, endpoints, scratch / "server.log")
     try:
-        tritonserver.wait_ready(process, endpoints.ready_url, scratch / "server.log")
+        model_control.wait_ready(process, endpoints.ready_url, scratch / "server.log")
         yield endpoints, psutil.Process(process.pid)
     finally:
         tritonserver.end(process.pid)
 
 
 @contextmanager
-def gateway(scratch: Path, endpoints: tritonserver.Endpoints, workers: int) -> Iterator[tuple[str, psutil.Process]]:
+def gateway(scratch: Path, endpoints: ports.Endpoints, workers: int) -> Iterator[tuple[str, psutil.Process]]:
     """A gateway in front of the server: (host:port, its process)."""
     folder = scratch / "tiny"
     model = ServedModel(name="tensorrt_llm", tokenizer=folder, max_input_len=64, max_seq_len=TOKEN_LIMIT)

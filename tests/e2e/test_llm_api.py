@@ -26,11 +26,11 @@ from tests.support.adapters import write_adapter
 from tests.support.doubles import install_llm_api
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.serving import serve, tritonserver
+from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
 from trtpipe.pipeline.serving.servers import Served
-from trtpipe.pipeline.spec import resolve
 from trtpipe.pipeline.store.store import Store
 
 pytestmark = pytest.mark.real
@@ -88,12 +88,12 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     models = serve.lay_out_models([served], work / "served")
     # Beside the script, and not in the repository.
     install_llm_api((models / "tensorrt_llm" / "1").resolve())
-    installation, backends = tritonserver.find_installation(), work / "backends"
-    tritonserver.prepare_backends(installation, backends)
-    endpoints, log = tritonserver.choose_endpoints("127.0.0.1", 0, 0, 0), work / "server.log"
+    installation, backends = triton_package.find_installation(), work / "backends"
+    triton_package.prepare_backends(installation, backends)
+    endpoints, log = ports.choose_endpoints("127.0.0.1", 0, 0, 0), work / "server.log"
     process = tritonserver.start_local(installation, models, ["tensorrt_llm"], backends, endpoints, log)
     try:
-        tritonserver.wait_ready(process, endpoints.ready_url, log)
+        model_control.wait_ready(process, endpoints.ready_url, log)
         words = [
             "gateway",
             str(repository),

@@ -15,8 +15,8 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import SIZES
 from trtpipe.pipeline.cli import app as cli
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]

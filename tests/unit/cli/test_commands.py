@@ -283,7 +283,7 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
     def broken(*args: object) -> Any:
         raise ValueError("two\nlines")
 
-    monkeypatch.setattr("trtpipe.pipeline.spec.resolve", broken)
+    monkeypatch.setattr("trtpipe.pipeline.resolve.resolve", broken)
     done = run("settings", "--model", "my model", "--gpu", "cpu")
     assert done.status == 1
     (report,) = (tmp_path / "home" / "logs").iterdir()
@@ -335,7 +335,7 @@ def test_an_argument_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch)
     def encodes(*args: object) -> None:
         "\udcff".encode()
 
-    monkeypatch.setattr("trtpipe.pipeline.spec.resolve", encodes)
+    monkeypatch.setattr("trtpipe.pipeline.resolve.resolve", encodes)
     done = run("settings", "--model", "\udcff")
     assert (done.status, done.error()) == (2, "an argument is not text: it holds bytes that are not UTF-8")
 

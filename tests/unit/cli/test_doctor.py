@@ -20,9 +20,9 @@ from tests.unit.sources.test_hub import use
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.pipeline.cli import doctor
-from trtpipe.pipeline.serving import engine_python, tritonserver
+from trtpipe.pipeline.serving import engine_python, triton_package
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Server
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 
 
@@ -92,7 +92,7 @@ def test_a_check_that_fails_is_a_finding(
     def find_installation() -> None:
         raise error
 
-    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    monkeypatch.setattr(triton_package, "find_installation", find_installation)
     assert findings(store)["tritonserver"] == (state, str(error))
 
 

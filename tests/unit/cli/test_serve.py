@@ -17,10 +17,10 @@ from tests.unit.cli.conftest import Outcome, Run, remember, rows
 from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import model_control, ports, triton_package, tritonserver
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import find_running, running
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -31,7 +31,7 @@ def test_stop_without_servers_is_no_failure(run: Run) -> None:
 
 @pytest.mark.loopback
 def test_a_taken_port_is_the_machine_s(build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "find_installation", lambda: None)
+    monkeypatch.setattr(triton_package, "find_installation", lambda: None)
     assert build(model).status == 0
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -53,7 +53,7 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     def find_installation() -> None:
         raise StageFailed("the server is next")
 
-    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    monkeypatch.setattr(triton_package, "find_installation", find_installation)
     assert build(model).status == 0
     shutil.copytree(Path("runs/tiny.cpu.fp32/repository").resolve(), "mine")
     config = Path("mine/postprocessing/config.pbtxt")
@@ -74,7 +74,7 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     # What is only suspicious is served.
     config.write_text(text + 'parameters: { key: "no_such_thing" value: { string_value: "1" } }\n')
     assert run("check", "mine").out.startswith("warning  postprocessing/config.pbtxt: parameter no_such_thing")
-    monkeypatch.setattr(tritonserver, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
+    monkeypatch.setattr(ports, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
     assert run("serve", "mine").error() == "the server is next"
 
 
@@ -85,7 +85,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     def find_installation() -> None:
         raise StageFailed("the server is next")
 
-    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    monkeypatch.setattr(triton_package, "find_installation", find_installation)
     assert build(model).status == 0
     ports = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
 
@@ -297,7 +297,7 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
         if why:
             raise StageFailed("tritonserver does not start", why=why)
 
-    monkeypatch.setattr(tritonserver, "wait_ready", wait_ready)
+    monkeypatch.setattr(model_control, "wait_ready", wait_ready)
     monkeypatch.setattr(tritonserver, "end", ended.append)
     process: Any = SimpleNamespace(pid=1)
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)

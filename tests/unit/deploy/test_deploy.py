@@ -98,6 +98,15 @@ CASES = {
 GROUPS = ("group", "wide", "llmapis")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def schemas_once() -> Iterator[None]:
+    """Each check would read a megabyte of schemas again."""
+    with pytest.MonkeyPatch.context() as patch:
+        utils = kubernetes_validate.utils
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
+
+
 @functools.cache
 def made(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
     """The manifests of a case, as they are read back from their YAML; not to be changed, since they are kept."""

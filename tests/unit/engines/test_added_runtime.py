@@ -20,7 +20,7 @@ from trtpipe.pipeline.deploy import launch
 from trtpipe.pipeline.deploy.placement import Placement
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.serving.repositories import choose_server
-from trtpipe.pipeline.serving.tritonserver import Installation, prepare_backends
+from trtpipe.pipeline.serving.triton_package import Installation, prepare_backends
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository
 

@@ -14,9 +14,10 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure, server_image
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import choose_server
+from trtpipe.pipeline.serving.server_log import STARTED, Loading
 from trtpipe.pipeline.serving.servers import Served, Server
-from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
 
 GATEWAY = GatewayOptions(models=(ServedModel(name="a", tokenizer=Path("/t")),), grpc_url="127.0.0.1:1")
 

@@ -21,16 +21,11 @@ import pytest
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.process import LAUNCHER
-from trtpipe.pipeline.serving import tritonserver
-from trtpipe.pipeline.serving.tritonserver import (
-    Endpoints,
-    Installation,
-    alive,
-    choose_endpoints,
-    end,
-    failure,
-    prepare_backends,
-)
+from trtpipe.pipeline.serving import server_log, triton_package, tritonserver
+from trtpipe.pipeline.serving.ports import Endpoints, choose_endpoints
+from trtpipe.pipeline.serving.server_log import failure
+from trtpipe.pipeline.serving.triton_package import Installation, prepare_backends
+from trtpipe.pipeline.serving.tritonserver import alive, end
 
 # As tritonserver 2.51 wrote it, the table's lines shortened.
 ENGINE_PROCESS = "trtpipe.engines.engine_process.server"
@@ -90,8 +85,8 @@ def test_only_the_last_start_says_why_a_server_ended(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     path.write_text(LOG + "--- server is started 2026-11-25 10:00:00 ---\nlast words\n")
     assert failure(path) == "last words"
-    assert path.read_bytes()[tritonserver.last_start(path) :] == b"last words\n"
-    assert tritonserver.last_start(tmp_path / "none.log") == 0
+    assert path.read_bytes()[server_log.last_start(path) :] == b"last words\n"
+    assert server_log.last_start(tmp_path / "none.log") == 0
 
 
 @pytest.mark.process
@@ -105,7 +100,7 @@ def test_a_log_is_appended_to_and_its_owner_s_alone(tmp_path: Path, monkeypatch:
         r"Signal \(11\) received\.\n(--- server is started [\d-]+ [\d:]+ ---\na word\n){2}", log.read_text()
     )
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    monkeypatch.setattr(tritonserver, "LOG_BYTES", 100)
+    monkeypatch.setattr(server_log, "LOG_BYTES", 100)
     tritonserver.spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
     assert "Signal (11)" in (tmp_path / "serve.log.1").read_text()
     assert log.read_text().count("a word") == 1
@@ -200,10 +195,10 @@ def test_endpoints_as_urls() -> None:
 def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, works: bool) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     if works:
-        tritonserver.check_numpy()
+        triton_package.check_numpy()
         return
     with pytest.raises(HostError) as caught:
-        tritonserver.check_numpy()
+        triton_package.check_numpy()
     assert str(caught.value) == (
         f"numpy {version} breaks Triton's Python backend: models become ready and then return empty tensors; "
         "run `pip install 'numpy<2'`"
@@ -215,16 +210,16 @@ def test_a_python_without_its_shared_library_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(sysconfig, "get_config_var", settings.get)
     monkeypatch.setattr(sys, "version_info", SimpleNamespace(major=3, minor=99))
     with pytest.raises(HostError, match=r"this Python has no libpython3\.99\.so\.1\.0: Triton's Python backend"):
-        tritonserver.check_libpython()
+        triton_package.check_libpython()
     (tmp_path / "libpython3.99.so.1.0").touch()
-    tritonserver.check_libpython()
+    triton_package.check_libpython()
 
 
 def test_an_environment_without_a_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytriton" else real(name))
     with pytest.raises(HostError, match="nvidia-pytriton") as caught:
-        tritonserver.find_installation()
+        triton_package.find_installation()
     assert caught.value.remedy == f"run `{install_command('serve')}`"
 
 
@@ -248,7 +243,7 @@ def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     ]  # fmt: skip
     assert os.access(folder / "python" / "triton_python_backend_stub", os.X_OK)
     assert not any(path.is_symlink() for path in folder.rglob("*"))  # the server refuses a library behind a link
-    assert (folder / "tensorrtllm" / "model.py").read_bytes() == (tritonserver.BACKEND / "model.py").read_bytes()
+    assert (folder / "tensorrtllm" / "model.py").read_bytes() == (triton_package.BACKEND / "model.py").read_bytes()
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch == {
         "command": [

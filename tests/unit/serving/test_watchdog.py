@@ -17,13 +17,14 @@ import pytest
 import trtpipe.pipeline.serving.python_processes
 from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.process import words_of
-from trtpipe.pipeline.serving import servers, tritonserver, watchdog
+from trtpipe.pipeline.serving import servers, triton_package, tritonserver, watchdog
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.servers import Server
-from trtpipe.pipeline.serving.tritonserver import Endpoints, InFlight, requests_in_flight
+from trtpipe.pipeline.serving.tritonserver import InFlight, requests_in_flight
 from trtpipe.pipeline.store.store import Store
 
-IN_FLIGHT = Path(tritonserver.BACKEND) / "trtpipe_in_flight.py"
+IN_FLIGHT = Path(triton_package.BACKEND) / "trtpipe_in_flight.py"
 
 # Starts a process for each argument as Triton starts its stubs, and collects those that it is told to.
 PARENT = """

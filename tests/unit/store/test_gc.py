@@ -14,9 +14,9 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import NAMES, build, plan
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.references import references
 from trtpipe.pipeline.serving.servers import Served, Server
-from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store import gc
 from trtpipe.pipeline.store.store import Store
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trtpipe.engines.quantization import KvCacheQuantAlgo
-from trtpipe.engines.reference.cuda import fused
-from trtpipe.engines.reference.cuda.fused import (
+from trtpipe.engines.reference import fused
+from trtpipe.engines.reference.fused import (
     HeadNorms,
     add_norm,
     encoded,
