@@ -97,6 +97,7 @@ def _whole(held: Judged) -> list[str]:
     alike = [
         math.floor(predicted.tpot_ms * (one.output_tokens - 1) / one.output_tokens) / one.tpot_ms - 1
         for one, predicted in of
+        if one.tpot_ms is not None and predicted.tpot_ms is not None
     ]
     as_given = errors(of, "tpot_ms")
     return [
