@@ -37,10 +37,14 @@ class Outcome:
         return "waits for its GPU" if isinstance(self.error, GpuAbsent) else "failed"
 
     @property
+    def packaged(self) -> bool:
+        """Whether its model repository is made, whichever stages come after that."""
+        return any(result.makes == "repository" for result in self.results)
+
+    @property
     def next_step(self) -> str:
         if self.error is None:
-            packaged = bool(self.results) and self.results[-1].stage == "package"
-            return f"trtpipe serve {self.spec.target}" if packaged else ""
+            return f"trtpipe serve {self.spec.target}" if self.packaged else ""
         if isinstance(self.error, GpuAbsent):
             return f"trtpipe export {self.spec.target}; where the GPU is: trtpipe build --from {self.spec.target}.tar"
         return str(self.error)

@@ -54,7 +54,7 @@ SPECULATION = (
         undefined="no draft token within the load point, several engines, or the server's metrics were not read",
     ),
 )
-# Every metric, in the order of reports and tables. To add one, add its entry to one of these four.
+# Every metric, in the order of reports and tables. To add one, add its entry to one of these four tuples.
 METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *RATE_METRICS, *_GOODPUT, *SPECULATION)
 
 

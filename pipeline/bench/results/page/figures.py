@@ -1,4 +1,4 @@
-"""Figures of a load point's requests: distributions, courses over time, errors by class."""
+"""Figures of a load point's requests: distributions, values over time, errors by class."""
 
 from __future__ import annotations
 
