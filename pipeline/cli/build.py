@@ -122,7 +122,8 @@ def build(
     elif outcomes[0].error is None:
         run = RunFolder.of(specs[0].target).path
         console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
-        console.result(f"next: {next_command(specs[0].target) if outcomes[0].packaged else 'the same command without --until'}")
+        after = next_command(specs[0].target) if outcomes[0].packaged else "the same command without --until"
+        console.result(f"next: {after}")
     matrix.raise_failures(outcomes)
 
 
