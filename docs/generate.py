@@ -23,7 +23,7 @@ from trtpipe.pipeline.cli import app
 from trtpipe.pipeline.cli.help import COMMON
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
-from trtpipe.pipeline.spec import GROUPS, LORA, SCALARS
+from trtpipe.pipeline.layers import GROUPS, LORA, SCALARS
 from trtpipe.triton_repo.check.facts import Successor, successors
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def commands() -> Iterator[str]:
     root = app.command()
     for group, functions in app.GROUPS.items():
         yield f"## {group}\n"
-        for name in [app.command_name(function) for function in functions] + [*app.APPS.get(group, ())]:
+        for name in map(app.command_name, functions):
             yield from _command(f"trtpipe {name}", root.commands[name])
 
 

@@ -24,6 +24,11 @@ class DataType(str, enum.Enum):
     def itemsize(self) -> int:
         return 4 if self is DataType.FLOAT32 else 2
 
+    @property
+    def largest(self) -> float:
+        """Largest finite number."""
+        return {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104}[self.value]
+
 
 def divisors(number: int) -> list[int]:
     """Divisors of a number, ascending."""

@@ -7,15 +7,14 @@ hf_lora_convert.py, runtime/loraModule.h and runtime/utils/numpyUtils.cpp of Ten
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.base import DataType
-from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf.adapter import Adapter, located_pairs
-from trtpipe.engines.hf.folder import LocatedTensor
+from trtpipe.engines.hf.adapter_check import read_matrix, scaled
 from trtpipe.engines.model_config import Geometry
 
 if TYPE_CHECKING:
@@ -53,20 +52,15 @@ def require_type(dtype: DataType) -> None:
 
 
 def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
-    """Write both files into `out`; return the bytes of weights. Raises InputDataError for numbers beyond float16."""
+    """Write both files of an adapter, as `checked_adapter` gives it for float16, into `out`; return the bytes of
+    weights."""
     import numpy as np
 
     rows: list[np.ndarray[Any, Any]] = []
     facts: list[tuple[int, int, int]] = []
     for (layer, role), pair in sorted(located_pairs(adapter, model).items()):
-        a, b = _read(pair.a), _read(pair.b) * np.float32(adapter.scale)
-        with np.errstate(over="ignore"):
-            row = np.concatenate([a.ravel(), b.ravel()]).astype(np.float16)
-        if not np.isfinite(row).all():
-            raise InputDataError(
-                f"{adapter.folder}: a matrix of {role} in layer {layer} has numbers beyond the range of float16"
-            )
-        rows.append(row)
+        a, b = read_matrix(pair.a), scaled(pair.b, adapter)
+        rows.append(np.concatenate([a.ravel(), b.ravel()]).astype(np.float16))
         facts.append((_ROLES[role], layer, adapter.rank))
     weights = np.zeros((1, len(rows), max(map(len, rows))), np.float16)
     for index, row in enumerate(rows):
@@ -74,25 +68,3 @@ def write_arrays(adapter: Adapter, model: Geometry, out: Path) -> int:
     np.save(out / ARRAY_WEIGHTS, weights)
     np.save(out / ARRAY_CONFIG, np.array([facts], np.int32))
     return weights.nbytes
-
-
-def check_finite(adapter: Adapter) -> None:
-    """Raises InputDataError for an adapter with an infinity or a NaN: it would spoil other requests of its batch."""
-    import numpy as np
-
-    for name, pair in adapter.linears.items():
-        if not all(np.isfinite(_read(side)).all() for side in pair):
-            raise InputDataError(f"{adapter.folder}: a matrix of '{name}' holds numbers that are not finite")
-
-
-def _read(tensor: LocatedTensor) -> np.ndarray[Any, Any]:
-    """The matrix in float32."""
-    import numpy as np
-
-    entry = tensor.entry
-    with tensor.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[entry.dtype]
-        flat = np.frombuffer(data[entry.offset : entry.offset + entry.nbytes], stored)
-    if entry.dtype == "BF16":
-        flat = (flat.astype(np.uint32) << 16).view(np.float32)
-    return flat.astype(np.float32).reshape(entry.shape)

@@ -38,7 +38,7 @@ def read_gpus() -> tuple[Gpu, ...]:
     if program is None:
         raise NoDriver(
             "this machine has no NVIDIA driver",
-            remedy="GPU targets can be planned, converted and quantized here, not built or served",
+            remedy="use one with a GPU: here GPU targets can be planned, converted and quantized, not built or served",
         )
     query = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
@@ -49,13 +49,16 @@ def read_gpus() -> tuple[Gpu, ...]:
         raise HostError("nvidia-smi cannot be started", why=error.strerror or str(error)) from None
     if answer.returncode:
         raise HostError("nvidia-smi fails", why=(answer.stderr or answer.stdout).strip(), remedy="see the kernel's log")
-    gpus = tuple(_gpu(line) for line in answer.stdout.splitlines() if line.strip())
+    gpus = (_gpu(line) for line in answer.stdout.splitlines() if line.strip())
+    return tuple(gpu for gpu in gpus if is_visible(gpu.index))
+
+
+def is_visible(index: int) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves a GPU visible. Of a list of UUIDs it leaves all: only indices are read."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # CUDA_VISIBLE_DEVICES may also be a list of UUIDs; only indices are interpreted here.
     if visible is None or not all(word.strip().isdigit() for word in visible.split(",") if word.strip()):
-        return gpus
-    chosen = {int(word) for word in visible.split(",") if word.strip()}
-    return tuple(gpu for gpu in gpus if gpu.index in chosen)
+        return True
+    return index in {int(word) for word in visible.split(",") if word.strip()}
 
 
 def _gpu(line: str) -> Gpu:

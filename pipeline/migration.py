@@ -17,8 +17,10 @@ from trtpipe.engines.families import families
 from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.engines.passport import WEIGHTS
 from trtpipe.engines.quantization import SHORT_NAMES, UNQUANTIZED, KvCacheQuantAlgo, resolve_precision
+from trtpipe.pipeline.layers import LORA, Layer
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder, find_run
-from trtpipe.pipeline.spec import LORA, BuildSpec, Layer, resolve
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.triton_repo.deployment import Deployment, read_deployment
 from trtpipe.triton_repo.deployment_settings import ENGINE
 from trtpipe.triton_repo.migration import Row, Verdict, chosen, migration_table

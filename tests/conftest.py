@@ -8,6 +8,7 @@ process   a child process of the test's own
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import socket
@@ -36,15 +37,25 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
-# Folders whose files share servers.
-SHARING = ("tests/e2e/smollm2/", "tests/e2e/commands/")
+# Files that run in one process: those that share servers, and those that import torch, transformers and ModelOpt, which
+# takes a process ten seconds.
+TOGETHER = (
+    ("tests/e2e/smollm2/",),
+    ("tests/e2e/commands/",),
+    ("tests/unit/engines/reference/", "tests/unit/engines/quantize/", "tests/unit/engines/accuracy/"),
+)
+# What takes minutes begins first, and of the files that wait for the build of SmolLM2 one alone.
+FIRST = (
+    *TOGETHER[0], *TOGETHER[2], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
+    "tests/e2e/test_vllm.py", "tests/e2e/", "tests/unit/bench/workers/test_ray.py", "tests/attacks/",
+)  # fmt: skip
 
 
 class _FilesAndServers(LoadFileScheduling):  # type: ignore[misc]
-    """Tests of one file run in one process, and so do all files that share a server."""
+    """Tests of one file run in one process, and so do all files that share a server or a large package."""
 
     def _split_scope(self, nodeid: str) -> str:
-        shared = (folder for folder in SHARING if nodeid.startswith(folder))
+        shared = (folders[0] for folders in TOGETHER if nodeid.startswith(folders))
         return next(shared, str(super()._split_scope(nodeid)))
 
 
@@ -54,11 +65,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test whose mark `make test` would not find: it looks for it in the text of the test's file."""
-    for mark in ("real", "clock"):
-        for path in {item.path for item in items if item.get_closest_marker(mark)}:
-            if f"mark.{mark}" not in path.read_text():
-                raise pytest.UsageError(f"{path} has tests marked {mark}: write pytest.mark.{mark} there")
+    """Refuse a test at a clock that `make test` would not find, which looks for the mark in the text of its file."""
+    for path in {item.path for item in items if item.get_closest_marker("clock")}:
+        if "mark.clock" not in path.read_text():
+            raise pytest.UsageError(f"{path} has tests marked clock: write pytest.mark.clock there")
+    items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 
 class Guarded(AssertionError):
@@ -99,6 +110,13 @@ def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     if "process" not in markers:
         monkeypatch.setattr(subprocess, "Popen", refuse("start a process"))
         monkeypatch.setattr(os, "fork", refuse("fork"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What is there before a file's tests stays: a collection that walks all tests and packages takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,8 +20,8 @@ from trtpipe.engines.accuracy.watch import Count, watched
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.process import Progress, serve_worker
-from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
+from trtpipe.engines.reference.fused import rms_norm
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.weights import LayerShard, WeightSource

@@ -160,6 +160,9 @@ class EngineBackend(Protocol):
         own name. Raises UsageError for a runtime without one."""
 
 
+# Most adapters of a step, and most in the host's memory, of runtimes that reserve room for them. Requests of more
+# adapters take turns, and adapters beyond those in memory are read from the disk when a request names them.
+MAX_LORAS, MAX_CPU_LORAS = 8, 64
 # Formats of quantized Hugging Face folders that are written, the preferred first -> their `quant_method`.
 METHODS = {"hf": "modelopt", COMPRESSED_TENSORS: COMPRESSED_TENSORS}
 

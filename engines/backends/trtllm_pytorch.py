@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.backends.base import (
+    MAX_CPU_LORAS,
+    MAX_LORAS,
     NativeServer,
     ServedBy,
     Target,
@@ -66,8 +68,6 @@ MEANS: dict[str, str] = {}
 SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 SAME_ADAPTERS = "the model of the LLM API looks for them when it starts"
-# Adapters on the GPU and in its host's memory at once; others are read from the disk when a request names them.
-MAX_LORAS, MAX_CPU_LORAS = 8, 64
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:

@@ -10,6 +10,8 @@ from typing import Any
 from trtpipe.engines.adapters import FOLDER as ADAPTERS
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.base import (
+    MAX_CPU_LORAS,
+    MAX_LORAS,
     METHODS,
     NativeServer,
     Needs,
@@ -55,8 +57,6 @@ FILE = "engine_args.yaml"
 SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 SAME_ADAPTERS = ""
-# Adapters of one step, and those in the host's memory; requests of more adapters take turns.
-MAX_LORAS, MAX_CPU_LORAS = 8, 64
 # Ranks that its kernels are made for.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 NOTICE = ""

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend
 
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo
-from trtpipe.engines.reference.cuda.fused import can_compile, rotate_and_keep
 from trtpipe.engines.reference.cuda.graphs import Decode
+from trtpipe.engines.reference.fused import can_compile, rotate_and_keep
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.masks import decode_mask, prompt_mask
 from trtpipe.engines.reference.rope import rotary_tables

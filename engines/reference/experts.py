@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from trtpipe.engines.model_config import Experts
-from trtpipe.engines.reference.cuda.fused import Encode, swiglu, unchanged
+from trtpipe.engines.reference.fused import Encode, swiglu, unchanged
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mlp import Mlp
 

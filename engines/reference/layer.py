@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from trtpipe.engines.model_config import CheckpointConfig
-from trtpipe.engines.reference.cuda.fused import Encode, add_norm, encoded, rotated, unchanged
+from trtpipe.engines.reference.fused import Encode, add_norm, encoded, rotated, unchanged
 from trtpipe.engines.reference.lora import StepAdapters
 from trtpipe.engines.reference.masks import prompt_mask
 from trtpipe.engines.reference.ranks import Ranks, Together

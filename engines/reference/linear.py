@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtpipe.engines.reference.cuda.fused import one_kernel
+from trtpipe.engines.reference.fused import one_kernel
 from trtpipe.engines.reference.matmul import e4m3_product, int8_product, multiply
 from trtpipe.engines.reference.number_formats import (
     E4M3_MAX,

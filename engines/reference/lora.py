@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 import torch
 
+from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.plan import kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.adapter import located_pairs, read_adapter
+from trtpipe.engines.hf.adapter_check import check_range
 from trtpipe.engines.model_config import CheckpointConfig
+from trtpipe.engines.reference.devices import named_memory_errors
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
 # (layer, index of the shard in the layer, role) -> both transposed: A [adapters, in, rank], B [adapters, rank, out].
@@ -64,21 +67,28 @@ class Adapters:
         self._q = config.num_attention_heads // tp * size
 
     def load(self, number: int, folder: Path) -> None:
-        """Load the adapter in `folder`. Raises InputDataError for one that is damaged or of another model."""
+        """Load the adapter in `folder`. Raises InputDataError for one that is damaged, gone, of another model or beyond
+        the type's range, HostError where it does not fit into memory."""
+        remedy = "remove adapters that are not used, or give the KV cache less"
+        try:
+            with named_memory_errors(self._device, [f"the adapter in {folder} was loaded"], remedy):
+                self._loaded[number] = self._read(folder)
+        except OSError as error:
+            raise InputDataError(f"{folder} cannot be read", why=str(error)) from None
+
+    def _read(self, folder: Path) -> Matrices:
         adapter = read_adapter(folder)
         pairs = located_pairs(adapter, self._config)
+        check_range(adapter, DataType(str(self._dtype).removeprefix("torch.")))
         tensors = MappedTensors({side.entry.name: side for pair in pairs.values() for side in pair}, self._device)
         made: Matrices = {}
         for (layer, role), pair in pairs.items():
             a, b = tensors[pair.a.entry.name].float(), tensors[pair.b.entry.name].float() * adapter.scale
-            # Infinity and NaN times the zeros of padding are NaN, which would spoil other adapters' rows.
-            if not bool(a.isfinite().all() and b.isfinite().all()):
-                raise InputDataError(f"{folder}: a matrix of {role} in layer {layer} holds numbers that are not finite")
             for place, rank in enumerate(self._held):
                 rows, columns = self._part(role, rank)
                 ours = a if columns is None else a[:, slice(*columns)], b if rows is None else b[slice(*rows)]
                 made[layer, place, role] = self._stored(ours[0].t()), self._stored(ours[1].t())
-        self._loaded[number] = made
+        return made
 
     def drop(self, number: int) -> None:
         """Drop an adapter that no request uses."""

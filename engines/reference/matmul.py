@@ -10,7 +10,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from trtpipe.engines.reference.cuda.fused import compiling, one_kernel
+from trtpipe.engines.reference.fused import compiling, one_kernel
 
 # A sum of this many products of two int8 is below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024

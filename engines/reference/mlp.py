@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trtpipe.engines.reference.cuda.fused import Encode, swiglu, unchanged
+from trtpipe.engines.reference.fused import Encode, swiglu, unchanged
 from trtpipe.engines.reference.linear import Fp8, Fp8Block, Int8, Linear, Nvfp4, Plain
 from trtpipe.engines.reference.lora import Add
 

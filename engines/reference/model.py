@@ -16,8 +16,8 @@ from torch.nn.attention import sdpa_kernel
 
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding
 from trtpipe.engines.reference.attention import ANY_LENGTH, Attention, Span, Step
-from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.cuda.graphs import Decode, Graphs
+from trtpipe.engines.reference.fused import rms_norm
 from trtpipe.engines.reference.layer import apply_layer
 from trtpipe.engines.reference.lora import Adapters, StepAdapters
 from trtpipe.engines.reference.matmul import multiply

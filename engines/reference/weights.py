@@ -23,8 +23,8 @@ from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Ex
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.quantize.algorithms import make_linear
 from trtpipe.engines.quantize.formats import TENSORRT_LLM, Format
-from trtpipe.engines.reference.cuda.fused import HeadNorms
 from trtpipe.engines.reference.experts import Expert, ExpertMlp
+from trtpipe.engines.reference.fused import HeadNorms
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors

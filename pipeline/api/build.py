@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from trtpipe.pipeline.layers import Layer
     from trtpipe.pipeline.runner import Reporter, StageResult
-    from trtpipe.pipeline.spec import BuildSpec, Layer
+    from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.pipeline.store.store import Artefact, Store
 
 log = logging.getLogger("trtpipe")
@@ -93,7 +94,7 @@ def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
 
     Raises UsageError for what cannot be built, ConfigError (an InputDataError) for a mistake in a recipe.
     """
-    from trtpipe.pipeline.spec import resolve
+    from trtpipe.pipeline.resolve import resolve
 
     return resolve(layers(**options))
 
@@ -101,15 +102,15 @@ def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
 def resolved(layers: list[Layer]) -> BuildSpec:
     """The settings for a build. Unlike `settings` it asks the hub whether a model that is known by its Hugging Face id
     alone is quantized already. Raises as `settings`, and HostError when the hub does not answer."""
+    from trtpipe.pipeline.resolve import resolve
     from trtpipe.pipeline.sources.hub import peek
-    from trtpipe.pipeline.spec import resolve
 
     return resolve(layers, peek=peek)
 
 
 def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
-    from trtpipe.pipeline.spec import dotted_layer, recipe_layer
+    from trtpipe.pipeline.layers import dotted_layer, recipe_layer
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})

@@ -203,7 +203,8 @@ class _Session:
 
     def _spec_of(self, candidate: Candidate) -> BuildSpec:
         """Raises UsageError for settings that contradict each other."""
-        from trtpipe.pipeline.spec import dotted_layer, resolve
+        from trtpipe.pipeline.layers import dotted_layer
+        from trtpipe.pipeline.resolve import resolve
 
         if candidate not in self._specs:
             layers = [("the target", self._spec.settings), dotted_layer(dict(candidate.changes))]

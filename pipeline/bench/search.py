@@ -14,6 +14,7 @@ from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.results.slo import Objective
 
 GOALS = ("max-rate", "max-goodput")
 # An outcome is clear where the worst value is this many times within or beyond its limit.
@@ -62,8 +63,8 @@ class Search:
         if self.goal == "max-goodput":
             missed, spared = 1 - slo["attainment"], 1 - self.attainment
             return Trial(passed=missed <= spared, excess=missed / spared, served=served)
-        values = [(row["value"], row["limit"]) for row in slo["objectives"]]
-        worst = max(math.inf if value is None else value / limit for value, limit in values)
+        rows = [(Objective(row["metric"], row["statistic"], row["limit"]), row["value"]) for row in slo["objectives"]]
+        worst = max(objective.excess(value) for objective, value in rows)
         return Trial(passed=slo["met"], excess=worst, served=served)
 
 

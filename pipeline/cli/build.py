@@ -355,7 +355,8 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
     """
     from trtpipe.pipeline.api.build import BuildOptions, layers, resolved
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.spec import assignments, resolve
+    from trtpipe.pipeline.layers import assignments
+    from trtpipe.pipeline.resolve import resolve
 
     given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
     given["set"] = assignments(options["settings"] or [])
@@ -401,8 +402,9 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
 
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_progress
+    from trtpipe.pipeline.layers import LORA, SCALARS
     from trtpipe.pipeline.registry import export as bundle
-    from trtpipe.pipeline.spec import EXECUTORS, LORA, SCALARS
+    from trtpipe.pipeline.resolve import EXECUTORS
 
     others = [
         key for key in (*SCALARS, LORA, "recipe", "settings") if options.get(key) is not None and key != "executor"

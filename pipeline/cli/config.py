@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.pipeline.cli.options import Json
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.spec import Layer
+    from trtpipe.pipeline.layers import Layer
 
 EXAMPLE = 'runtime = "vllm"'
 SHOWN = ("TRTPIPE_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "NO_COLOR")

@@ -21,7 +21,7 @@ from trtpipe.pipeline.cli.console_text import bounded, one_line
 if TYPE_CHECKING:
     from trtpipe.pipeline.bench.compare.comparison import Comparison
     from trtpipe.pipeline.bench.options import Progress
-    from trtpipe.pipeline.bench.results.metrics import Metric
+    from trtpipe.pipeline.bench.results.metric import Metric
     from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 
 # Statistics of a distribution in the table.

@@ -84,7 +84,8 @@ def recipes(as_json: Json = False) -> None:
     """
     from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.spec import recipe_layer, resolve
+    from trtpipe.pipeline.layers import recipe_layer
+    from trtpipe.pipeline.resolve import resolve
 
     known = {
         path.stem: resolve([recipe_layer(path.stem)]) for path in sorted((facts.CONFIGS / "recipes").glob("*.yaml"))

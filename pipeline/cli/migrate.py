@@ -56,8 +56,8 @@ def migrate(
     from trtpipe.pipeline.api.migrate import migrate as find
     from trtpipe.pipeline.cli import console, console_build
     from trtpipe.pipeline.cli.build import announce, next_command
+    from trtpipe.pipeline.layers import assignments
     from trtpipe.pipeline.run_folder import RunFolder
-    from trtpipe.pipeline.spec import assignments
     from trtpipe.pipeline.store.folders import write_whole
 
     if output is not None and output.exists():

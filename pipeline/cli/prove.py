@@ -44,8 +44,8 @@ def prove(
     from trtpipe.pipeline.api.prove import prove as run
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.config import read_config
+    from trtpipe.pipeline.layers import assignments
     from trtpipe.pipeline.prove.proof import HTML_NAME, JSON_NAME
-    from trtpipe.pipeline.spec import assignments
 
     proof = run(
         model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,

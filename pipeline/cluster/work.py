@@ -14,8 +14,8 @@ from typing import Any
 from trtpipe import __version__
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.runner import satisfy
-from trtpipe.pipeline.spec import read_spec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store

@@ -19,8 +19,9 @@ from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
 from trtpipe.pipeline.registry.trust import ENVELOPE
+from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.run_folder import RunFolder, require_run
-from trtpipe.pipeline.spec import BuildSpec, read_spec
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage, carried, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport
 from trtpipe.pipeline.store.digests import combined

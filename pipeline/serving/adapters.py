@@ -11,14 +11,16 @@ from pathlib import Path
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import FOLDER, AdapterFolder, InstalledAdapter, check_name
+from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.config import parse_config
 from trtpipe.engines.errors import UsageError, suggestion
-from trtpipe.engines.hf.adapter import WEIGHTS, lay_out, located_pairs, read_adapter, require_rank
+from trtpipe.engines.hf.adapter import WEIGHTS, lay_out
+from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.json_input import read_json
-from trtpipe.engines.lora_arrays import check_finite
 from trtpipe.engines.model_config import Geometry
 from trtpipe.engines.passport import Passport, read_passport
+from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
@@ -55,15 +57,14 @@ def find(store: Store, server: Server, served: Served) -> AdapterFolder:
 def add(store: Store, server: Server, served: Served, name: str, source: Path) -> InstalledAdapter:
     """Add the adapter in the folder `source` as `name`; the next request can use it.
 
-    Raises UsageError for a name that is taken or invalid, a rank above the engine's and a runtime whose adapters are
-    fixed; InputDataError for a folder that is not an adapter of the model.
+    Raises UsageError for a name that is taken, also by a model, or invalid, a rank above the engine's and a runtime
+    whose adapters are fixed; InputDataError for a folder that is not an adapter of the model.
     """
     check_name(name)
+    require_free([taken for one in server.served for taken in one.model_names], served.model_names, name)
     there, passport = find(store, server, served), _require_changeable(server, served)
-    adapter = read_adapter(source)
-    located_pairs(adapter, _model(served.repository / ENGINE_FOLDER, passport))
-    require_rank(adapter, passport.build_config["max_lora_rank"])
-    check_finite(adapter)
+    model = _model(served.repository / ENGINE_FOLDER, passport)
+    adapter = checked_adapter(source, model, passport.build_config["max_lora_rank"], DataType(passport.dtype))
     added = added_folder(_server_folder(store, server))
     added.mkdir(exist_ok=True)
     made = lay_out(adapter, name, Path(tempfile.mkdtemp(dir=added)))

@@ -9,9 +9,10 @@ from typing import Any
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.adapter import CONFIG, WEIGHTS, lay_out, located_pairs, read_adapter, require_rank
+from trtpipe.engines.hf.adapter import CONFIG, WEIGHTS, lay_out, read_adapter
+from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.lora_arrays import check_finite, require_type, write_arrays
+from trtpipe.engines.lora_arrays import require_type, write_arrays
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.pipeline.store.digests import Digests, combined
@@ -23,7 +24,7 @@ class Settings:
 
     adapters  (name, folder that PEFT has saved) of each
     most      highest rank that the engine takes
-    dtype     type of the model, which NumPy arrays must be able to hold
+    dtype     type of the model, whose range must hold the adapters
     arrays    whether the runtime loads adapters from NumPy arrays
     """
 
@@ -68,13 +69,11 @@ class Adapters(Stage):
         settings: Settings = job.settings
         model = read_model_config(job.inputs["model"], quantized=True)
         for done, (name, folder) in enumerate(settings.adapters):
-            adapter = read_adapter(folder)
-            located_pairs(adapter, model)
-            require_rank(adapter, settings.most)
-            check_finite(adapter)
-            made = lay_out(adapter, name, job.out)
             if settings.arrays:
                 require_type(settings.dtype)
+            adapter = checked_adapter(folder, model, settings.most, settings.dtype)
+            made = lay_out(adapter, name, job.out)
+            if settings.arrays:
                 write_arrays(adapter, model, made)
             job.progress(done + 1, len(settings.adapters))
         if len(list(job.out.iterdir())) != len(settings.adapters):

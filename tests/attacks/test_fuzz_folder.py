@@ -15,17 +15,16 @@ from tests.attacks.world import SHAPES
 from tests.support.adapters import write_adapter
 from tests.support.factories import MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import stored_folder
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.convert import check_source, convert
 from trtpipe.engines.checkpoint.restore import differences
 from trtpipe.engines.errors import TrtpipeError
-from trtpipe.engines.hf.adapter import located_pairs, read_adapter
+from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.stored import read_stored
-from trtpipe.engines.lora_arrays import check_finite
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -97,9 +96,7 @@ def test_damage_to_an_adapter_is_told_too(tmp_path: Path, rounds: int) -> None:
     folder, facts = write_adapter(tmp_path / "adapter", model, rank=2), read_model_config(model)
 
     def look() -> None:
-        adapter = read_adapter(folder)
-        located_pairs(adapter, facts)
-        check_finite(adapter)
+        checked_adapter(folder, facts, 2, DataType.FLOAT32)
 
     # Half of the rest changes a number, or what an adapter was trained with.
     assert len(refused(folder, ("adapter_config.json", "adapter_model.safetensors"), rounds, look)) > rounds * 0.4

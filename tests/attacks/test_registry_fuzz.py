@@ -24,7 +24,7 @@ from tests.attacks.registry_servers import Answer, Bucket, Images, Request, quie
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Asked, Hub
 from tests.support.hub_server import serving as hub_serving
-from tests.support.registries import sessions_end as sessions_end
+from tests.support.registries import s3_sessions as s3_sessions
 from tests.unit.registry.test_transfer import TARGET, content
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import TrtpipeError

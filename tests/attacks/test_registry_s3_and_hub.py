@@ -20,7 +20,7 @@ from tests.attacks.registry_servers import Answer, Bucket, Change, Request, Talk
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Asked, Hub
 from tests.support.hub_server import serving as hub_serving
-from tests.support.registries import sessions_end as sessions_end
+from tests.support.registries import s3_sessions as s3_sessions
 from tests.unit.sources.test_hub import use
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.net import http_limits

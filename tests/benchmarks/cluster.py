@@ -32,8 +32,10 @@ from tests.support.paths import ROOT
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell
+from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.resolve import read_spec, resolve
 from trtpipe.pipeline.runner import wanted_record
-from trtpipe.pipeline.spec import BuildSpec, read_spec, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store

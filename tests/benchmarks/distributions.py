@@ -8,7 +8,7 @@ import torch
 
 from trtpipe.engines.accuracy.models import embed
 from trtpipe.engines.hf.stored import read_stored
-from trtpipe.engines.reference.cuda.fused import rms_norm
+from trtpipe.engines.reference.fused import rms_norm
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.rope import rotary_tables

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ class Server:
         ports = [word for kind in ("http", "grpc", "metrics", "openai") for word in (f"--{kind}-port", "0")]
         self.cli("serve", target, "--detach", *ports)
         (entry,) = json.loads(self.cli("ps", "--json"))
+        self.attach(entry, target)
+
+    def attach(self, entry: dict[str, Any], target: str) -> None:
+        """Take a server that is there, from its row of `ps`."""
         self.http, self.grpc, self.metrics = entry["http"], entry["grpc"], entry["metrics"]
         self.openai, self.model = entry["openai"], target
         self.process = psutil.Process(entry["pid"])
@@ -168,11 +172,16 @@ async def over_http(client: httpx.AsyncClient, url: str, body: dict[str, Any], l
     return "refused" if "error" in last else "answered" if last else "empty"
 
 
-async def over_gateway(client: httpx.AsyncClient, url: str, body: dict[str, Any], leave_after: int) -> str:
+async def over_gateway(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], leave_after: int, first: Callable[[], None] | None = None
+) -> str:
+    """How the request ended; `first` is called when its first line comes."""
     seen, last = 0, ""
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         async for line in response.aiter_lines():
             last, seen = line or last, seen + bool(line)
+            if seen == 1 and line and first is not None:
+                first()
             if seen == leave_after and response.is_success:
                 return "left"
         if not response.is_success:

@@ -26,11 +26,11 @@ from tests.support.adapters import write_adapter
 from tests.support.doubles import install_llm_api
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
 from trtpipe.pipeline.serving.servers import Served
-from trtpipe.pipeline.spec import resolve
 from trtpipe.pipeline.store.store import Store
 
 pytestmark = pytest.mark.real

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import functools
 import gc
 import json
 import os
@@ -26,9 +27,14 @@ SECONDS = 60
 
 
 @pytest.fixture(autouse=True, scope="module")
-def sessions_end() -> Iterator[None]:
-    """Collect what s3fs has left: it closes its sessions in whatever event loop runs when they are collected."""
-    yield
+def s3_sessions() -> Iterator[None]:
+    """All sessions share what botocore reads of its services: each would take a tenth of a second. At the end collect
+    what s3fs has left: it closes its sessions in whatever event loop runs when they are collected."""
+    import botocore.session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        yield
     gc.collect()
 
 

@@ -19,9 +19,10 @@ from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.execution import hardware
+from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import BuildSpec, read_spec
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.adapters import ADAPTERS
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository

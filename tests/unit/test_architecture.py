@@ -114,7 +114,8 @@ def test_planning_and_every_stage_load_nothing_heavy() -> None:
     modules = ("spec", "runner", "serving.serve", "serving.references", "cli.doctor", "registry.package")
     script = (
         f"import sys, {', '.join(f'trtpipe.pipeline.{module}' for module in modules)};"
-        "from trtpipe.pipeline.spec import recipe_layer, resolve; resolve([recipe_layer('smollm2-cpu')]);"
+        "from trtpipe.pipeline.layers import recipe_layer;"
+        "from trtpipe.pipeline.resolve import resolve; resolve([recipe_layer('smollm2-cpu')]);"
         f"print(sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -16,8 +16,9 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.support.golden import check_golden
 from trtpipe.configs import facts
+from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.runner import wanted_record
-from trtpipe.pipeline.spec import resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
 

@@ -20,10 +20,12 @@ import trtpipe.engines.backends.reference
 from tests.support.factories import hf_folder
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
+from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.runner import StageResult, execute, status
 from trtpipe.pipeline.serving.targets import list_targets
-from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.stages.download import Download

@@ -17,8 +17,10 @@ from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.pipeline.layers import recipe_layer, set_layer
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import BuildSpec, Value, recipe_layer, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, Value
 
 BASE: dict[str, Any] = {"model": "smollm2-135m", "gpu": "cpu"}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from trtpipe.engines.json_input import read_bounded
@@ -17,6 +18,8 @@ CLASS = "TritonPythonModel"
 OWN_MODULE = "trtpipe_text.py"
 # Attributes of NVIDIA's BLS decoder that list the outputs requested from each model.
 _ASKED = {"_preproc_outputs": "preprocessing", "_llm_outputs": "engine", "_postproc_outputs": "postprocessing"}
+# Modules that lie beside a script.
+_BESIDE = ("helpers", "lib", "trtpipe_text")
 # Largest script that is parsed: NVIDIA's largest has 50 kB, and a syntax tree takes up to 700 times the memory of its
 # text.
 _LARGEST = 1 << 18
@@ -47,6 +50,26 @@ class Script:
     own: bool = False
 
 
+@dataclass
+class _Parsed:
+    """What one file of a script says.
+
+    script      its lookups
+    names       its classes and functions
+    imported    whether it may take TritonPythonModel from elsewhere
+    beside      modules that it imports from its own folder, each with the line
+    code        whether it has a statement
+    real        whether it has a class or a function, at any depth
+    """
+
+    script: Script
+    names: set[str]
+    imported: bool
+    beside: list[tuple[str, int]]
+    code: bool
+    real: bool
+
+
 def read_script(model: Model, report: Report) -> Script:
     """Read the scripts of a model's newest version; report a missing or broken one."""
     script = Script()
@@ -70,14 +93,14 @@ def read_script(model: Model, report: Report) -> Script:
         return script
     script.own = (folder / OWN_MODULE).is_file()
     for path in sorted({folder / main, *folder.glob("*.py"), *folder.glob("lib/*.py")}):
-        tree = _tree(path, report) if path.is_file() else None
-        if tree is None:
+        parsed = _read(path, report) if path.is_file() else None
+        if parsed is None:
             script.unread |= path == folder / main
         else:
-            _collect(tree, script)
+            _add(parsed.script, script)
             if path == folder / main:
-                _check_main(tree, path, folder, report)
-                script.real = any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) for node in ast.walk(tree))
+                _check_main(parsed, path, folder, report)
+                script.real = parsed.real
     return script
 
 
@@ -104,11 +127,11 @@ def check_script(model: Model, script: Script, report: Report) -> None:
             report.blame(model.name, name)
 
 
-def _tree(path: Path, report: Report) -> ast.Module | None:
+def _read(path: Path, report: Report) -> _Parsed | None:
     try:
         if path.stat().st_size > _LARGEST:
             return None
-        return ast.parse(read_bounded(path, _LARGEST))
+        return _parse(read_bounded(path, _LARGEST))
     except SyntaxError as error:
         # Not reported: a newer Python allows more inside f-strings than this one.
         if "f-string" not in str(error.msg):
@@ -120,45 +143,75 @@ def _tree(path: Path, report: Report) -> ast.Module | None:
     return None
 
 
-def _check_main(tree: ast.Module, path: Path, folder: Path, report: Report) -> None:
-    names = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    imported = any(isinstance(node, (ast.ImportFrom, ast.Assign)) and _names(node, CLASS) for node in tree.body)
-    stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
-    if names and CLASS not in names and not imported and not stars:
+# A repository is read several times: before and after it is placed, and once more when it is served.
+@lru_cache(maxsize=32)
+def _parse(text: bytes) -> _Parsed:
+    """Raises SyntaxError, and others for a text that Python's parser does not bear."""
+    tree = ast.parse(text)
+    script = Script()
+    real = _collect(tree, script)
+    beside = []
+    for node in tree.body:
+        modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [node.module]
+        beside += [(module, node.lineno) for module in modules if module.split(".")[0] in _BESIDE]
+    return _Parsed(
+        script=script,
+        names={node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))},
+        imported=any(
+            isinstance(node, (ast.ImportFrom, ast.Assign)) and (_names(node, CLASS) or _star(node))
+            for node in tree.body
+        ),
+        beside=beside,
+        code=bool(tree.body),
+        real=real,
+    )
+
+
+def _add(found: Script, script: Script) -> None:
+    script.words |= found.words
+    script.parameters |= found.parameters
+    script.inputs |= found.inputs
+    script.outputs |= found.outputs
+    script.asked.update(found.asked)
+    script.sends |= found.sends
+
+
+def _check_main(parsed: _Parsed, path: Path, folder: Path, report: Report) -> None:
+    if parsed.names and CLASS not in parsed.names and not parsed.imported:
         report.error(
             "model-script",
             path,
             f"has no class {CLASS}",
             why="the Python backend makes one",
-            remedy=did_you_mean(nearest(CLASS, names)),
+            remedy=did_you_mean(nearest(CLASS, parsed.names)),
         )
-    if not tree.body:
+    if not parsed.code:
         report.warning(
             "model-script", path, f"holds no code, and no class {CLASS}", "the Python backend runs it",
             "check the repository where the script is, or copy it here",
         )  # fmt: skip
-    for node in tree.body:
-        modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            modules = [node.module]
-        for module in modules:
-            if module.split(".")[0] in ("helpers", "lib", "trtpipe_text"):
-                _check_import(node, module, path, folder, report)
+    for module, line in parsed.beside:
+        _check_import(module, line, path, folder, report)
 
 
-def _check_import(node: ast.stmt, module: str, path: Path, folder: Path, report: Report) -> None:
+def _check_import(module: str, line: int, path: Path, folder: Path, report: Report) -> None:
     target = folder.joinpath(*module.split("."))
     if not target.with_suffix(".py").is_file() and not target.is_dir():
         report.error(
             "script-import",
-            (path, f"line {node.lineno}"),
+            (path, f"line {line}"),
             f"imports {module}, and {target.relative_to(folder).with_suffix('.py')} is not beside it",
             remedy="copy it from the same template",
         )
 
 
-def _collect(tree: ast.Module, script: Script) -> None:
+def _collect(tree: ast.Module, script: Script) -> bool:
+    """Collect into `script`; whether there is a class or a function."""
+    real = False
     for node in ast.walk(tree):
+        real |= isinstance(node, (ast.ClassDef, ast.FunctionDef))
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             script.words.add(node.value)
         elif isinstance(node, ast.Attribute):
@@ -169,6 +222,7 @@ def _collect(tree: ast.Module, script: Script) -> None:
                 script.asked[role] = list(_strings(node.value))
         elif isinstance(node, ast.FunctionDef) and node.name == "initialize":
             _collect_initialize(node, script)
+    return real
 
 
 def _collect_initialize(function: ast.FunctionDef, script: Script) -> None:
@@ -194,6 +248,10 @@ def _collect_initialize(function: ast.FunctionDef, script: Script) -> None:
     if looked_up:
         script.outputs.update(lists.get("output_names", []))
         script.inputs.update(lists.get("input_names", []))
+
+
+def _star(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
 
 
 def _names(tree: ast.AST, word: str) -> bool:

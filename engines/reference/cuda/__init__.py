@@ -1,1 +1,1 @@
-"""GPU parts of the reference runtime: fused operations, CUDA graphs, kernels."""
+"""GPU parts of the reference runtime: CUDA graphs, kernels."""

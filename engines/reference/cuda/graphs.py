@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trtpipe.engines.reference.cuda.fused import recorded
+from trtpipe.engines.reference.fused import recorded
 
 # Least number of tokens of a block table: a graph for every length of a short sequence would cost more than it saves.
 MIN_TOKENS = 256

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from trtpipe.pipeline.bench.compare.request_files import values
 from trtpipe.pipeline.bench.compare.rows import WHOLE_RUN
-from trtpipe.pipeline.bench.results.metrics import Rate, Values, find
+from trtpipe.pipeline.bench.results.metric import Rate, Values
+from trtpipe.pipeline.bench.results.metrics import find
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.statistics import is_bounded, rate_terms
 

@@ -19,7 +19,8 @@ from trtpipe.pipeline.bench.compare.bootstrap import COVERAGE, RESAMPLES
 from trtpipe.pipeline.bench.compare.conditions import Condition, Kind
 from trtpipe.pipeline.bench.compare.differences import differences
 from trtpipe.pipeline.bench.compare.pairing import Place, Side, add_whole_run_rates, match
-from trtpipe.pipeline.bench.compare.rows import COST, POINTS, VALUE, better, rows
+from trtpipe.pipeline.bench.compare.rows import COST, POINTS, better, rows
+from trtpipe.pipeline.bench.results.metric import VALUE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,6 +6,7 @@
     throughput < 0.95x
     p50_itl > 20ms         the value itself; ms, s or us
     error_rate > 1%
+    acceptance < 50%
 
 A metric with a distribution needs a statistic, a rate has none.
 """
@@ -18,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trtpipe.engines.errors import UsageError, suggestion
-from trtpipe.pipeline.bench.compare.rows import VALUE, aliases
+from trtpipe.pipeline.bench.compare.rows import aliases
+from trtpipe.pipeline.bench.results.metric import UNITS, VALUE
 
 STATISTICS = ("mean", "std", "min", "max", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p99.9")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -26,14 +28,6 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
-}
-# Size of a condition's unit in units of the metric.
-_UNITS = {
-    "ms": {"ms": 1.0, "s": 1000.0, "us": 0.001},
-    "tokens/s": {"tokens/s": 1.0, "tok/s": 1.0},
-    "requests/s": {"requests/s": 1.0, "req/s": 1.0},
-    "": {"": 1.0, "%": 0.01},
-    "/1M tokens": {"": 1.0},
 }
 _FORM = re.compile(r"(?P<name>[\w.]+)\s*(?P<operator>[<>]=?)\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z%/]*)")
 _EXAMPLES = 'write for example "p99_ttft > 1.1x", "throughput < 0.95x", "p50_itl > 20ms" or "error_rate > 1%"'
@@ -81,7 +75,7 @@ def parse(text: str, known: Mapping[str, Kind]) -> Condition:
             f"'{text}' does not say which statistic of {found['name']}", remedy=f"write for example p99_{found['name']}"
         )
     limit, unit = float(found["number"]), found["unit"]
-    units = _UNITS.get(kind.unit, {kind.unit: 1.0})
+    units = UNITS.get(kind.unit, {kind.unit: 1.0})
     if unit != "x" and unit not in units:
         spelled = " or ".join(f"{found['number']}{name}" for name in ("x", *units))
         raise UsageError(f"'{text}' has {_unit_fault(unit)}", remedy=f"write {spelled}")

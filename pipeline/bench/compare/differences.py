@@ -20,7 +20,7 @@ _LONGEST = 100
 # Most characters of a dotted name: each value under it has its own copy.
 LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
-UNTOLD = "does not say"
+UNTOLD = "has no entry"
 
 
 def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -105,7 +105,9 @@ def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 def _objectives(value: Any) -> Any:
     """Objectives as `--slo` takes them; a value that is none, unchanged."""
     try:
-        return " ".join(str(Objective(**one)) for one in value) or "none"
+        # Reports of 0.1 have limit_ms: their objectives were times.
+        named = [{"limit" if key == "limit_ms" else key: one[key] for key in one} for one in value]
+        return " ".join(str(Objective(**one)) for one in named) or "none"
     except (TypeError, UsageError):
         return value
 

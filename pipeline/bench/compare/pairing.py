@@ -14,7 +14,8 @@ from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import Resampler, repeats
 from trtpipe.pipeline.bench.compare.differences import load_differences, load_point_differences
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
-from trtpipe.pipeline.bench.compare.rows import COST, VALUE, WHOLE_RUN
+from trtpipe.pipeline.bench.compare.rows import COST, WHOLE_RUN
+from trtpipe.pipeline.bench.results.metric import VALUE
 from trtpipe.pipeline.bench.results.records import Records
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare.rows import SAME_FORMULA, WHOLE_RUN
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS
-from trtpipe.pipeline.bench.results.metrics import Distribution, Values, find, rates
+from trtpipe.pipeline.bench.results.metric import Distribution, Values
+from trtpipe.pipeline.bench.results.metrics import find, rates
 from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
 
 # Most load points of a report.

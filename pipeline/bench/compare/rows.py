@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trtpipe.pipeline.bench.results import metrics
-from trtpipe.pipeline.bench.results.metrics import Metric
+from trtpipe.pipeline.bench.results.metric import Distribution, Metric
 
-# Stands for a statistic where the metric is a rate.
-VALUE = "value"
 # Suffix of rates over the whole run; our own rates are taken over the time in which the load was complete.
 WHOLE_RUN = "_whole_run"
 # Statistics of a distribution in the printed table.
@@ -51,7 +49,7 @@ def alternatives(metric: Metric) -> dict[str, str]:
     names = {metric.name: metric.short}
     names |= {other.name: other.short for other in metrics.METRICS if other.instead_of == metric.name}
     names |= {name: short for name, short, ours in OTHERS if ours == metric.name}
-    if not isinstance(metric, metrics.Distribution):
+    if not isinstance(metric, Distribution):
         names[metric.name + WHOLE_RUN] = f"{metric.short}, whole run"
     return names
 
@@ -61,7 +59,7 @@ def aliases() -> dict[str, tuple[str, ...]]:
     own name stands for the rate over the whole run, too."""
     out: dict[str, tuple[str, ...]] = {}
     for metric in (*metrics.METRICS, COST):
-        if isinstance(metric, metrics.Distribution) or metric is COST:
+        if isinstance(metric, Distribution) or metric is COST:
             out |= dict.fromkeys(metric.aliases, (metric.name,))
         else:
             out |= dict.fromkeys((*metric.aliases, metric.name), (metric.name, metric.name + WHOLE_RUN))

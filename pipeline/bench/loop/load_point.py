@@ -29,12 +29,12 @@ from trtpipe.pipeline.bench.loop.open import OpenLoop
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.protocols.transport import Client, ReadIds
-from trtpipe.pipeline.bench.results.metrics import Window, closed_window
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
 from trtpipe.pipeline.bench.results.report import LoadPointResult, load_point_result
 from trtpipe.pipeline.bench.results.samples import Samples
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
+from trtpipe.pipeline.bench.results.window import Window, closed_window
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
 
 # Requests per slot made before the clock starts, where their total number is unknown, or more than MOST_AHEAD.
@@ -280,13 +280,15 @@ def _server_said(driven: Driven, beside: ServerMonitor) -> dict[str, Any] | None
 def _undisturbed() -> Iterator[None]:
     """Disable garbage collection while the clock runs: it delays reads by milliseconds. Kept data has no cycles."""
     gc.collect()
+    theirs = gc.get_freeze_count()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not theirs:  # what a caller has frozen stays so
+            gc.unfreeze()
 
 
 def _give_back() -> None:

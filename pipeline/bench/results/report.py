@@ -12,7 +12,7 @@ from typing import Any
 
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.monitors.server import SERVER_METRICS
-from trtpipe.pipeline.bench.results.metrics import WINDOW, Window, definitions
+from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
 from trtpipe.pipeline.bench.results.repeats import repeats
@@ -20,6 +20,7 @@ from trtpipe.pipeline.bench.results.series import histograms, series
 from trtpipe.pipeline.bench.results.slo import Objective, judge
 from trtpipe.pipeline.bench.results.statistics import STATISTICS, load_point_metrics
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
+from trtpipe.pipeline.bench.results.window import WINDOW, Window
 from trtpipe.pipeline.bench.search import Found, Search
 
 # Raised when a key changes its meaning or is removed; new keys do not raise it.
@@ -219,11 +220,12 @@ def load_point_result(
     measured, good, failed = records.measured(), records.good(), records.failed
     sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
     metrics = load_point_metrics(records, window)
-    outcome = judge(records, window, list(objectives)) if objectives else None
+    served = _speculation(server)
+    outcome = judge(records, window, list(objectives), metrics | served) if objectives else None
     if outcome is not None:
         metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}
         metrics["token_goodput"] = {"value": outcome.token_goodput, "interval": None}
-    metrics |= _speculation(server)
+    metrics |= served
     return LoadPointResult(
         protocol=protocol,
         label=label,

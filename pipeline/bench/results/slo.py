@@ -1,49 +1,76 @@
 """Service level objectives such as `ttft:p99<200ms`: whether a load point meets them, and its goodput under them.
 
-An objective is met when the statistic over all measured requests is below the limit, and the share of failed requests
-is no larger than what the percentile leaves out (1% for a p99, none for a mean). A request is good when its own value
-is below the limit: its time to first token, its latency, its time per output token, or the same statistic of its token
-or chunk gaps. A failed request is not good.
+An objective is met when the statistic over all measured requests is on the better side of the limit, and the share of
+failed requests is no larger than what the percentile leaves out (1% for a p99, none for a mean). A request is good when
+its own value is on that side: its time to first token, its latency, its time per output token, or the same statistic of
+its token or chunk gaps. A failed request is not good. Objectives of a metric with one value, such as `acceptance>60%`,
+are about the load point as a whole, and say nothing about a request.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
-from trtpipe.pipeline.bench.results.metrics import Distribution, Window, distributions
+from trtpipe.pipeline.bench.results.metric import UNITS, VALUE, Distribution, Metric
+from trtpipe.pipeline.bench.results.metrics import judged
 from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.window import Window
 
 _STATISTIC = re.compile(r"mean|max|p\d{1,2}(?:\.\d+)?")
 _FORM = re.compile(
-    rf"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>{_STATISTIC.pattern}))?\s*[<:]\s*(?P<limit>\d+(?:\.\d+)?)(?P<unit>ms|s)"
+    rf"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>{_STATISTIC.pattern}))?\s*(?P<sign>[<>:])\s*"
+    r"(?P<limit>\d+(?:\.\d+)?)(?P<unit>[a-z/%]*)"
 )
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`statistic` of `metric` below `limit_ms`."""
+    """`statistic` of `metric` on the better side of `limit`, which is in the metric's unit. VALUE for a metric with one
+    value."""
 
     metric: str
     statistic: str
-    limit_ms: float
+    limit: float
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if self.metric not in _times():
+        if self.metric not in judged():
             raise _unknown(self.metric)
-        if _STATISTIC.fullmatch(self.statistic) is None:
+        if not isinstance(self.kind, Distribution):
+            if self.statistic != VALUE:
+                raise UsageError(f"{self.metric} has no {self.statistic[:60]}", why="it has one value")
+        elif _STATISTIC.fullmatch(self.statistic) is None:
             raise UsageError(f"'{self.statistic[:60]}' is not a statistic", remedy="give mean, max, or one such as p99")
-        if not 0 <= self.limit_ms < math.inf:
-            raise UsageError(f"the limit of {self.metric} is {self.limit_ms:g}", remedy="give a positive number")
+        if not 0 <= self.limit < math.inf:
+            raise UsageError(f"the limit of {self.metric} is {self.limit:g}", remedy="give a positive number")
 
     def __str__(self) -> str:
         """As `--slo` takes it."""
         alias = next((alias for alias, metric in aliases().items() if metric == self.metric), self.metric)
-        return f"{alias}:{self.statistic}<{self.limit_ms:.10g}ms"
+        statistic = "" if self.statistic == VALUE else f":{self.statistic}"
+        return f"{alias}{statistic}{self.sign}{self.kind.shown(self.limit):.10g}{self.kind.unit or '%'}"
+
+    @property
+    def kind(self) -> Metric:
+        return judged()[self.metric]
+
+    @property
+    def sign(self) -> str:
+        return _sign(self.kind)
+
+    def missed_by(self, values: Any) -> Any:
+        """Whether a value, or each of an array, is not on the better side of the limit."""
+        return values >= self.limit if self.sign == "<" else values <= self.limit
+
+    def excess(self, value: float | None) -> float:
+        """The value as a multiple of the limit, or the limit as one of the value: above 1 where it is missed."""
+        above, below = (value, self.limit) if self.sign == "<" else (self.limit, value)
+        return math.inf if above is None or not below else above / below
 
     @property
     def percent(self) -> float | None:
@@ -52,37 +79,60 @@ class Objective:
     @property
     def spares(self) -> float:
         """Share of requests that the objective does not constrain."""
-        return 0.0 if self.percent is None else 1 - self.percent / 100
+        if self.statistic == VALUE:
+            return 1.0
+        if self.percent is None:
+            return 0.0
+        return 1 - self.percent / 100 if self.sign == "<" else self.percent / 100
 
 
 def parse_objective(text: str) -> Objective:
-    """`ttft:p99<200ms`, or `ttft:200ms` for the p99. Raises UsageError."""
+    """`ttft:p99<200ms`, or `ttft:200ms` for the p99; `acceptance>60%`. Raises UsageError."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"'{text}' is not an objective", remedy="give one such as ttft:p99<200ms or itl:30ms")
-    metric = aliases().get(found["metric"], found["metric"])
-    if metric not in _times():
+    metric = judged().get(aliases().get(found["metric"], found["metric"]))
+    if metric is None:
         raise _unknown(found["metric"])
-    limit = float(found["limit"]) * (1000 if found["unit"] == "s" else 1)
-    objective = Objective(metric, found["statistic"] or "p99", limit)
-    if limit == 0 or objective.percent == 0:
-        raise UsageError(f"'{text}' is never met", remedy="give a time, and p1 to p99.9, mean or max")
+    units, spread = UNITS[metric.unit], isinstance(metric, Distribution)
+    if found["unit"] not in units or found["sign"] not in (_sign(metric), ":") or (found["statistic"] and not spread):
+        raise UsageError(
+            f"'{text}' is not an objective", remedy=f"give one such as {_example(found['metric'], metric)}"
+        )
+    usual = "p99" if metric.better == "lower" else "p1"
+    limit = float(found["limit"]) * units[found["unit"]]
+    objective = Objective(metric.name, found["statistic"] or (usual if spread else VALUE), limit)
+    never = limit == 0 if metric.better == "lower" else not metric.unit and limit >= 1
+    if never or objective.percent == 0:
+        times = "give a time, and p1 to p99.9, mean or max"
+        raise UsageError(f"'{text}' is never met", remedy=times if spread else "give another limit")
     return objective
 
 
-def _times() -> dict[str, Distribution]:
-    """Times that an objective can name, by their names."""
-    return {metric.name: metric for metric in distributions() if metric.unit == "ms"}
+def _sign(metric: Metric) -> str:
+    return "<" if metric.better == "lower" else ">"
+
+
+def _example(name: str, metric: Metric) -> str:
+    if metric.unit == "ms":
+        return "ttft:p99<200ms or itl:30ms"
+    return f"{name}{_sign(metric)}{'50%' if not metric.unit else '2' + next(iter(UNITS[metric.unit]))}"
 
 
 def _unknown(metric: str) -> UsageError:
-    return UsageError(f"'{metric[:60]}' is not a time", remedy=suggestion(metric, [*aliases(), *_times()]))
+    return UsageError(
+        f"'{metric[:60]}' is not a metric of objectives", remedy=suggestion(metric, [*aliases(), *judged()])
+    )
 
 
 def aliases() -> dict[str, str]:
     """Short names of objectives -> metrics. Times count from the moment a request was due where that is known, since a
     request that waits for a slot is not served faster."""
-    return {alias: metric.judged or metric.name for metric in _times().values() for alias in metric.aliases}
+    return {
+        alias: (isinstance(metric, Distribution) and metric.judged) or metric.name
+        for metric in judged().values()
+        for alias in metric.aliases
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +149,10 @@ class Outcome:
         return {"objectives": self.objectives, "met": self.met, "attainment": self.attainment}
 
 
-def judge(records: Records, window: Window | None, objectives: list[Objective]) -> Outcome:
+def judge(
+    records: Records, window: Window | None, objectives: list[Objective], figures: Mapping[str, Mapping[str, Any]]
+) -> Outcome:
+    """Judge a load point. `figures` has the metrics with one value, by name."""
     import numpy as np
 
     # Warm-up requests are in no statistic, but those that end within the window count as throughput.
@@ -108,22 +161,24 @@ def judge(records: Records, window: Window | None, objectives: list[Objective]) 
     failing = float(records.failed[records.measured()].mean()) if records.measured().any() else 0.0
     rows = []
     for objective in objectives:
-        found = _times()[objective.metric].values(everything)
-        value = _statistic(found.values[records.measured()[found.owners]], objective)
-        met = value is not None and value < objective.limit_ms and failing <= objective.spares
+        kind = objective.kind
+        if isinstance(kind, Distribution):
+            found = kind.values(everything)
+            value = _statistic(found.values[records.measured()[found.owners]], objective)
+            # A request without a value, such as the gaps of a single token, does not violate the objective.
+            good &= ~objective.missed_by(_own(found.values, found.owners, objective, len(records)))
+        else:
+            value = figures.get(kind.name, {}).get(VALUE)
         rows.append(
             {
                 "metric": objective.metric,
                 "statistic": objective.statistic,
-                "limit": objective.limit_ms,
-                "unit": "ms",
+                "limit": objective.limit,
+                "unit": kind.unit,
                 "value": value,
-                "met": met,
+                "met": value is not None and not objective.missed_by(value) and failing <= objective.spares,
             }
         )
-        own = _own(found.values, found.owners, objective, len(records))
-        # A request without a value, such as the gaps of a single token, does not violate the objective.
-        good &= ~(own >= objective.limit_ms)
     measured = int(records.measured().sum())
     rates: dict[str, float | None] = {"request_goodput": None, "token_goodput": None}
     if window is not None:

@@ -6,8 +6,10 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from trtpipe.pipeline.bench.results.metrics import Rate, Values, Window, distributions, rates
+from trtpipe.pipeline.bench.results.metric import Rate, Values
+from trtpipe.pipeline.bench.results.metrics import distributions, rates
 from trtpipe.pipeline.bench.results.records import NONE, Records
+from trtpipe.pipeline.bench.results.window import Window
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtpipe.pipeline.bench.loop.driver import Client
-from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import NONE, Records
+from trtpipe.pipeline.bench.results.window import Window
 
 # Allowed lateness of the event loop: this much, or this share of the typical time to first token if that is more.
 LATENESS_MS, LATENESS_SHARE = 5.0, 0.1

@@ -5,12 +5,13 @@ engines run in that of `--engine-python`, which has torch and vLLM. Each section
 are kept with its date, machine, versions and commands in the JSON; the page is written from that file alone.
 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
-        [--resume] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
+        [--resume] [--seconds N] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
 
 SCRATCH needs 60 GB of disk. `parallel` needs two GPUs, and `shared_gpu` one and NCCL 2.30 (for an older torch a newer
 libnccl.so.2 by LD_PRELOAD); where they cannot run they are left out with a word. `--resume` goes on with sections that
-broke off today, on this machine and with these versions. On a host of several GPUs two of these may run at once, each
-with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the other one does, for the page.
+broke off today, on this machine and with these versions. `--seconds` ends them all after so long. On a host of several
+GPUs some of these may run at once, each with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the others
+do, for the page. `python -m tests.benchmarks.gpu.cards` starts them so and puts their figures together.
 """
 
 from __future__ import annotations
@@ -20,24 +21,35 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import comparison, page, sections
-from tests.benchmarks.gpu.place import Place
+from tests.benchmarks.gpu import comparison, features, long_load, page, sections, served_page, tuned
+from tests.benchmarks.gpu.place import MODEL, Place
 from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
 
-SECTIONS = (
-    "families", "accuracy", "folders", "engine", "kv_cache", "reference", "study", "quantize", "shared_gpu", "parallel",
-)  # fmt: skip
+# What takes the model of Llama 3 8B's shapes.
+SHAPED: dict[str, Callable[[Place, Path, dict[str, Any], sections.Keep], None]] = {
+    "engine": sections.engine, "kv_cache": sections.kv_cache, "reference": sections.reference, "study": sections.study,
+    "features": features.features, "offload": features.offload, "tune": tuned.tune, "long": long_load.long,
+    "quantize": sections.quantize, "shared_gpu": sections.shared_gpu, "parallel": sections.parallel,
+}  # fmt: skip
+SECTIONS = ("families", "accuracy", "folders", *SHAPED)
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
+
+
+class TimeIsUp(SystemExit):
+    """The sections' time is over. An event loop passes on a SystemExit alone."""
 
 
 def main() -> int:
@@ -47,6 +59,7 @@ def main() -> int:
     options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy and folders")
     options.add_argument("--only", default=",".join(SECTIONS))
     options.add_argument("--resume", action="store_true")
+    options.add_argument("--seconds", type=float, help="end after so long, with what has been kept by then")
     options.add_argument("--beside", default="")
     options.add_argument("--json", type=Path, default=Path("docs/measurements/h200.json"))
     options.add_argument("--report", type=Path, default=Path("docs/measurements/h200.md"))
@@ -64,34 +77,62 @@ def main() -> int:
     if gpu is None:
         raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
     kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}
-    for name in wanted:
-        place = Place(scratch, chosen.engine_python, gpu)
-        found = place.inside("machine")
-        reason = left_out(name, len(gpus), found["nccl"])
-        if reason:
-            print(f"{name} is left out: {reason}", flush=True)
-            continue
-        keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
-        if name == "families":
-            sections.families(place, keeper.result)
-        elif name in ("accuracy", "folders"):
-            getattr(sections, name)(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
-        else:
-            model = scratch / "llama3-8b-shaped"
-            if not model.is_dir():
-                place.inside("synthetic", folder=str(model))
-            getattr(sections, name)(place, model, keeper.result, keeper.keep)
-        keeper.keep()
-        write(kept, chosen.report)
-    return 0
+    if chosen.seconds:
+        signal.signal(signal.SIGALRM, _time_is_up)
+        signal.setitimer(signal.ITIMER_REAL, chosen.seconds)
+    failed = []
+    try:
+        for name in wanted:
+            place = Place(scratch, chosen.engine_python, gpu)
+            found = place.inside("machine")
+            reason = left_out(name, len(gpus), found["nccl"])
+            if reason:
+                print(f"{name} is left out: {reason}", flush=True)
+                continue
+            keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
+            try:
+                _measure(name, place, chosen.smollm2, keeper)
+                keeper.keep(whole=True)
+            except TimeIsUp:
+                raise
+            except (Exception, SystemExit):  # the sections after it are measured all the same
+                traceback.print_exc()
+                failed.append(name)
+            write(kept, chosen.report)
+    except TimeIsUp:
+        print(f"{name} was cut off: the {chosen.seconds:g} seconds are over", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+def _time_is_up(number: int, frame: object) -> None:
+    raise TimeIsUp
+
+
+def _measure(name: str, place: Place, smollm2: Path | None, keeper: Keeper) -> None:
+    if name == "families":
+        sections.families(place, keeper.result)
+    elif name in ("accuracy", "folders"):
+        if smollm2 is None:
+            raise SystemExit(f"{name} needs --smollm2")
+        getattr(sections, name)(place, smollm2.resolve(), keeper.result, keeper.keep)
+    else:
+        model = place.scratch / MODEL
+        if not model.is_dir():
+            place.inside("synthetic", folder=str(model))
+        SHAPED[name](place, model, keeper.result, keeper.keep)
 
 
 def write(kept: dict[str, Any], report: Path) -> None:
-    """The page, and its figure beside it."""
+    """The page, and its figures beside it."""
     figure = report.with_suffix(".svg")
     if "engine" in kept:
         figure.write_text(comparison.figure(kept, kept["engine"]["machine"]["gpu"]), encoding="utf-8")
-    report.write_text(page.render(kept, figure.name), encoding="utf-8")
+    tails = report.with_name(f"{report.stem}-long.svg")
+    if kept.get("long", {}).get("result"):
+        tails.write_text(served_page.long_figure(kept["long"]["result"]), encoding="utf-8")
+    report.write_text(page.render(kept, figure.name, tails.name), encoding="utf-8")
 
 
 def left_out(name: str, gpus: int, nccl: list[int]) -> str:
@@ -122,9 +163,11 @@ class Keeper:
         self._seconds, self._commands = before.get("seconds", 0.0), before.get("commands", [])
         self._began = time.perf_counter()
 
-    def keep(self) -> None:
+    def keep(self, *, whole: bool = False) -> None:
+        """Write what there is; `whole` says that the section has run to its end."""
         self._kept[self._name] = {
             **self._about,
+            "whole": whole,
             "seconds": self._seconds + time.perf_counter() - self._began,
             "commands": self._commands + self._place.said,
             "result": self.result,

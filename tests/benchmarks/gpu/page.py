@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.benchmarks.gpu import comparison
+from tests.benchmarks.gpu import comparison, served_page
 
 PROTOCOLS = {
     "grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway", "native": "`vllm serve`",
@@ -19,8 +19,12 @@ ABSENT = """\
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
-- **Transformer Engine and llama.cpp on the GPU.** Not tried: both are compiled from source on the machine that runs
-  them, which was held for less than an hour at a time and reaches no package index.
+- **Transformer Engine and llama.cpp on the GPU.** Both are compiled on the machine that runs them, which was held for
+  half an hour and reaches no package index: Transformer Engine 2.20 is a library of 277 MB and an extension for the
+  torch that is there; llama-cpp-python 0.3.36 is 77 MB of source, and needs a GGUF file of these shapes, which the
+  project reads and does not write.
+- **The newest vLLM.** The machines have torch 2.11. On PyPI vLLM 0.26.0 is the last that requires it; 0.27 requires
+  2.13 and 0.33 requires 2.14, whose wheel is 555 MB without the CUDA libraries that it needs.
 """
 # The same of sections that are not there yet.
 MISSING = {
@@ -38,6 +42,18 @@ MISSING = {
     "kv_cache": """\
 - **The speed of an FP8 KV cache** at these sizes. On an H200: [h200.md](h200.md).
 """,
+    "features": """\
+- **LoRA, structured output and speculation** by cost at these sizes.
+""",
+    "offload": """\
+- **A KV cache in the host's memory**, which needs a GPU.
+""",
+    "tune": """\
+- **Tuning** on a GPU. On a CPU: [tuning.md](../tuning.md).
+""",
+    "long": """\
+- **Load for long** on a GPU. On a CPU, an hour of it: [soak.md](soak.md).
+""",
     "parallel": """\
 - **Two GPUs** of this kind. On two H200s: [h200.md](h200.md). On a CPU, in every run of the tests: ranks in processes
   of their own over gloo against the same shards in one process, and these against transformers.
@@ -45,8 +61,9 @@ MISSING = {
 }
 
 
-def render(kept: Mapping[str, Any], figure: str = "") -> str:
-    """figure: name of the file that `comparison.figure` was written to."""
+def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
+    """figure, tails: names of the files that `comparison.figure` and `served_page.long_figure` were written to."""
+    kept = {name: section for name, section in kept.items() if section["result"]}
     parts = ["# Measured on a GPU, end to end\n"]
     parts.append(
         "Written by `make gpu-e2e`, which says what each section does; the same figures are in the JSON beside this "
@@ -58,7 +75,23 @@ def render(kept: Mapping[str, Any], figure: str = "") -> str:
         if name == "reference" and "engine" in kept:
             drawn = [f"![tokens a second of each stack]({figure})\n"] if figure else []
             parts += ["## Which one, when\n", _STACKS, *drawn, *comparison.table(kept, _bandwidth(kept["engine"]))]
+    parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
+
+
+# Section -> its title and what it says.
+SERVED: dict[str, tuple[str, Callable[..., list[str]]]] = {
+    "features": ("Features by cost", served_page.features),
+    "offload": ("A KV cache in the host's memory", served_page.offload),
+    "tune": ("What tuning wins", served_page.tune),
+    "long": ("Under load for long", served_page.long),
+}
+
+
+def _served(name: str, section: Mapping[str, Any], tails: str) -> str:
+    title, said = SERVED[name]
+    lines = said(section["result"], *([tails] if name == "long" else []))
+    return "\n".join([f"## {title}\n", _where(section), *lines, _commands(section)])
 
 
 _STACKS = """\
@@ -77,7 +110,7 @@ def _where(section: Mapping[str, Any]) -> str:
     machine, versions = section["machine"], section["versions"]
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     gpus = f"{machine['gpus']} x " if machine["gpus"] > 1 else ""
-    beside = f" Meanwhile another GPU of the host ran: {section['beside']}." if section.get("beside") else ""
+    beside = f" Meanwhile the host's other GPUs ran: {section['beside']}." if section.get("beside") else ""
     return (
         f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "

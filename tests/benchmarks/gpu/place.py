@@ -21,7 +21,11 @@ from tests.support.paths import ROOT
 SIZES = ("build.max_batch_size=512", "build.max_input_len=512", "build.max_seq_len=1024")
 CALIBRATION = ("calibration.data=demo", "calibration.samples=64", "calibration.seq_len=256")
 INPUT, OUTPUT = str(PROMPT_TOKENS), str(OUTPUT_TOKENS)
-CONNECTIONS = "8"
+CONNECTIONS, WORKERS = "8", "6"
+PORTS = tuple(word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0"))
+PROGRAM = "from trtpipe.pipeline.cli.app import main\nraise SystemExit(main())"
+# Folder of the model of Llama 3 8B's shapes, in the scratch folder.
+MODEL = "llama3-8b-shaped"
 # The engine process loads `measured` instead of its runtime.
 MEASURED = """
 from trtpipe.engines.backends import reference, vllm
@@ -55,9 +59,8 @@ class Place:
         self.said.append(said.replace(self.engine_python, "ENGINE_PYTHON"))
         print("+", self.said[-1], flush=True)
         began = time.perf_counter()
-        program = f"{through}\nfrom trtpipe.pipeline.cli.app import main\nraise SystemExit(main())"
         subprocess.run(
-            [sys.executable, "-c", program, *words],
+            [sys.executable, "-c", f"{through}\n{PROGRAM}", *words],
             cwd=self.scratch,
             env={**self.environment, **environment},
             check=True,
@@ -106,12 +109,12 @@ class Place:
             return {"reason": reason or told.strip().rpartition("\n")[2][:200]}
         return json.loads(result.read_text(encoding="utf-8"))
 
-    def build(self, model: Path, dtype: str, runtime: str, *settings: str) -> Path:
-        """Build a target; its run folder. What an earlier target left in the store goes."""
-        words = [word for setting in (*SIZES, *CALIBRATION, *settings) for word in ("--set", setting)]
+    def build(self, model: Path, dtype: str, runtime: str, *settings: str, words: Sequence[str] = ()) -> Path:
+        """Build a target with the settings, and with further words of the command; its run folder."""
+        sets = [word for setting in (*SIZES, *CALIBRATION, *settings) for word in ("--set", setting)]
         self.trtpipe(
             "build", "--model", str(model), "--gpu", self.gpu, "--dtype", dtype, "--runtime", runtime,
-            "--accept-accuracy", *words,
+            "--accept-accuracy", *sets, *words,
         )  # fmt: skip
         return max((self.scratch / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
 
@@ -121,14 +124,31 @@ class Place:
         shutil.rmtree(self.scratch / "runs", ignore_errors=True)
 
     @contextmanager
-    def native(self, target: str) -> Iterator[None]:
-        """The runtime's own server on the target's engine, for the block."""
+    def _serving(self, *words: str, through: str = "", **environment: str) -> Iterator[None]:
+        """What `serve` starts with these words, for the block."""
         python = ["--engine-python", self.engine_python]
-        self.trtpipe("serve", target, "--front", "native", "--detach", "--openai-port", "0", *python)
         try:
+            self.trtpipe("serve", *words, "--detach", *python, through=through, **environment)
             yield
         finally:
             self.trtpipe("stop")
+
+    @contextmanager
+    def native(self, target: str) -> Iterator[None]:
+        """The runtime's own server on the target's engine, for the block."""
+        with self._serving(target, "--front", "native", "--openai-port", "0"):
+            yield
+
+    @contextmanager
+    def front(self, target: str) -> Iterator[dict[str, Any]]:
+        """A server of the target, for the block; its row of `ps`."""
+        with self._serving(target, "--gateway-workers", WORKERS, *PORTS):
+            listed = subprocess.run(
+                [sys.executable, "-c", PROGRAM, "ps", "--json"],
+                cwd=self.scratch, env=self.environment, check=True, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            (entry,) = json.loads(listed.stdout)
+            yield entry
 
     @contextmanager
     def served(self, target: str, levels: Sequence[int], seconds: float | None) -> Iterator[dict[str, Any]]:
@@ -136,18 +156,12 @@ class Place:
 
         seconds  of `loop.measure`
         """
-        ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
         out = self.scratch / "logs" / f"{target}.measured.json"
-        asked = {"levels": list(levels), "seconds": seconds, "out": str(out)}
-        python = ["--engine-python", self.engine_python]
-        self.trtpipe(
-            "serve", target, "--detach", "--gateway-workers", "6", *ports, *python,
-            through=MEASURED, TRTPIPE_MEASURE=json.dumps(asked),
-        )  # fmt: skip
-        try:
+        asked = json.dumps({"levels": list(levels), "seconds": seconds, "out": str(out)})
+        with self._serving(
+            target, "--gateway-workers", WORKERS, *PORTS, through=MEASURED, TRTPIPE_MEASURE=asked
+        ):  # fmt: skip
             yield json.loads(out.read_text(encoding="utf-8"))
-        finally:
-            self.trtpipe("stop")
 
     def bench(self, concurrency: int, protocol: str, seconds: float) -> dict[str, Any]:
         """What the load tester says of the running server over so many seconds."""

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from trtpipe.pipeline.api.bench import choose
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
-from trtpipe.pipeline.spec import LORA, SCALARS
+from trtpipe.pipeline.layers import LORA, SCALARS
 
 
 @pytest.mark.process
@@ -100,7 +100,7 @@ def test_arguments_of_a_benchmark() -> None:
     options, served = choose(**server, concurrency=2, input_tokens=32, slo="ttft:500ms", seed=None)  # type: ignore[arg-type]
     assert served is None
     assert options.loads == (Closed(concurrency=2),)
-    assert (options.work.input_tokens, options.seed, options.objectives[0].limit_ms) == ("32", 0, 500)
+    assert (options.work.input_tokens, options.seed, options.objectives[0].limit) == ("32", 0, 500)
     options, _ = choose(**server, rate=[1.5, 3], requests=10)  # type: ignore[arg-type]
     assert [load.rate for load in options.loads if isinstance(load, Open)] == [1.5, 3]
     with pytest.raises(trtpipe.UsageError, match="did you mean 'concurrency'"):

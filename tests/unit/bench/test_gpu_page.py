@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
-from tests.benchmarks.gpu import comparison, page, predicted
+from tests.benchmarks.gpu import comparison, features, long_load, page, predicted, served_page
 from tests.benchmarks.gpu.__main__ import left_out
+from tests.benchmarks.gpu.cards import merged
 from tests.benchmarks.gpu.inside import compare_steps
 from tests.benchmarks.gpu.place import write_load
 from trtpipe.engines.engine_process.request import Output
@@ -180,6 +182,108 @@ def test_stacks_side_by_side_and_what_was_predicted() -> None:
     assert "- No section of this page has figures yet of torch, compiled, bf16; " in text
     assert ">10,000</text>" in comparison.figure(kept, "NVIDIA H100")
     assert "| bf16 | 1 | 165 | 150 | +10.0% | 8 / 11 |" in page.render({"engine": section(result)})
+
+
+def test_features_beside_the_same_load_without() -> None:
+    def row(speed: float, **counts: float) -> dict[str, float]:
+        return {"tokens_per_s": speed, **counts}
+
+    counts = {"draft_tokens": 400.0, "accepted_draft_tokens": 300.0, "decode_steps": 100.0}
+    plain = {"64": row(8000.0), "repeating": {"64": row(7000.0)}, "drawn": row(6000.0), "json": row(4500.0)}
+    vllm = {
+        "plain": plain,
+        "lora": {"0": row(7600.0), "8": row(4000.0)},
+        "ngram": {"greedy": {"64": row(6000.0)}, "repeating": {"64": row(14_000.0, **counts)}},
+    }
+    text = page.render({"features": section({"vllm": vllm, "reference": {"plain": plain}})})
+    assert "| vLLM | none | 7,600 | 8,000 | 0.95 |" in text
+    assert "| vLLM | 8 | 4,000 | 8,000 | 0.50 |" in text
+    assert "| reference runtime | 4,500 | 6,000 | 0.75 |" in text
+    assert "| vLLM | free | 64 | 6,000 | 8,000 | 0.75 | none made |  |" in text
+    assert "| vLLM | repeating | 64 | 14,000 | 7,000 | 2.00 | 75% of 400 | 4.00 |" in text
+    cache = {"8": {"requests_per_s": 10.0, "latency_s": 0.5}, "32": {"requests_per_s": 2.0, "latency_s": 4.0}}
+    text = page.render({"offload": section({"gpu": cache, "host": {"32": {"requests_per_s": 6.0, "latency_s": 1.5}}})})
+    assert "| 8 | 32,768 | 10.0 |  |  | 0.50 / - |" in text
+    assert "| 32 | 131,072 | 2.0 | 6.0 | 3.00 | 4.00 / 1.50 |" in text
+
+
+def test_answers_that_repeat_are_the_only_ones_that_their_guide_allows() -> None:
+    body = features._body("m", "repeating", **features.REPEATING)(7)
+    assert body["structured_outputs"] == {"regex": "(0123456789){50}"}
+    # Never whole, so that no answer ends before its length.
+    assert body["max_tokens"] < 500
+    assert "ignore_eos" not in body
+    assert [features._body(["m:a", "m:b"], "x")(number)["model"] for number in range(3)] == ["m:a", "m:b", "m:a"]
+    first, second = (features._again("m", 4)(number)["prompt"] for number in (1, 5))
+    assert first[: features.PREFIX] == second[: features.PREFIX]
+    assert first != second
+
+
+def test_every_request_of_the_long_load_is_counted_once() -> None:
+    Sent = long_load.Sent  # noqa: N806
+    sent = [
+        Sent(at=0.0, first=0.1, ended="answered"),
+        Sent(at=1.0, first=1.3, ended="left"),
+        Sent(at=2.0, ended="cut short"),
+        Sent(at=3.0, ended="status 503"),
+        Sent(at=4.0, ended="refused", possible=False),
+        Sent(at=5.5, ended="refused"),
+        Sent(at=6.0, ended="ReadTimeout"),
+        Sent(at=7.0, first=7.1, ended="answered", possible=False),
+    ]
+    ended = long_load._ended(sent)
+    assert ended == {
+        "sent": 8, "answered": 1, "left": 1, "cut short": 1, "unavailable": 1, "refused": 1, "wrong": 2,
+        "ReadTimeout": 1,
+    }  # fmt: skip
+    assert round(long_load._tail(sent)["max"]) == 300
+    windows = long_load._windows(sent, 10.0)
+    assert [one["sent"] for one in windows] == [5, 3]
+    growth = {"rows": [["engine PSS MiB", 9000.0, 9001.0, 200.0]], "leaks": []}
+    one = {
+        "began_s": 100.0, "killed_s": 2.0, "back_s": 8.0, "ended": ended, "growth": growth, "windows": windows,
+        "ttft_ms": {"p50": 50.0, "p99": 200.0, "p99.9": 250.0, "max": 300.0},
+        "samples": [{"at": 1.0, "host_mib": 500.0, "engine_mib": 9000.0}],
+    }  # fmt: skip
+    result = {
+        "minutes": 0.25, "rate": 2.0, "rounds": [one], "gpu_mib": [[111.0, 70_000.0]],
+        "left_over": {"requests": 0, "kv_blocks": 0},
+    }  # fmt: skip
+    text = page.render({"long": section(result)}, tails="tails.svg")
+    others = "1 cut short, 2 wrong, 1 ReadTimeout"
+    assert f"| 1 | 8 | 1 | 1 | 1 | 1 | {others} | 8 | 6 | 50 / 200 / 250 / 300 |" in text
+    assert "each round: 70,000 MiB" in text
+    assert "(tails.svg)" in text
+    ElementTree.fromstring(served_page.long_figure(result))
+
+
+def test_what_tuning_wins() -> None:
+    runs = [
+        {"candidate": {}, "round": 0, "seconds": 90.0, "start_s": 60.0, "rate": 40.0, "told": "",
+         "best": {"tokens_per_s": 5000.0}},
+        {"candidate": {"build.max_num_tokens": 16384}, "round": 0, "seconds": 90.0, "start_s": 60.0, "rate": None,
+         "told": "not measured", "best": {}},
+    ]  # fmt: skip
+    result = {
+        "said": "it serves best as it is",
+        "not_measured": {"a": "no time"},
+        "runs": runs,
+        "minutes": 7,
+        "dtype": "fp8",
+    }
+    text = page.render({"tune": section(result)})
+    assert "| defaults | 1 | 40.00 | 5,000 | 60 | 90 |" in text
+    assert "| build.max_num_tokens 16384 | 1 | not measured |  | 60 | 90 |" in text
+    assert "- Not measured: a: no time." in text
+
+
+def test_sections_of_several_gpus_become_one_file() -> None:
+    kept = {"engine": {"result": 1, "whole": True}, "tune": {"result": 2, "whole": True}, "reference": {"result": 3}}
+    found = [{"tune": {"result": 4, "whole": False}, "engine": {"result": 5, "whole": True}},
+             {"long": {"result": 6, "whole": False}, "reference": {"result": 7, "whole": False}}]  # fmt: skip
+    whole = merged(kept, found, ["tune", "long,reference"])
+    # What was cut off replaces nothing whole, and a list gives its own sections only.
+    assert {name: one["result"] for name, one in whole.items()} == {"engine": 1, "tune": 2, "reference": 7, "long": 6}
 
 
 def test_kernels_and_what_8_bits_gain() -> None:

@@ -139,7 +139,8 @@ def test_when_a_rate_is_decided(runs: str, repeats: int, decided: bool, passed: 
 
 
 def slo(attainment: float | None, *values: float | None, met: bool = True) -> dict[str, Any]:
-    return {"attainment": attainment, "met": met, "objectives": [{"value": value, "limit": 100.0} for value in values]}
+    asked = {"metric": "time_to_first_token", "statistic": "p99", "limit": 100.0}
+    return {"attainment": attainment, "met": met, "objectives": [{**asked, "value": value} for value in values]}
 
 
 def test_what_a_load_point_means_for_each_goal() -> None:

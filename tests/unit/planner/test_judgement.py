@@ -13,9 +13,11 @@ from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.planner.advice import Question, advise
 from trtpipe.pipeline.planner.demand import Demand
-from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
+from trtpipe.pipeline.resolve import resolve
+from trtpipe.pipeline.spec import BuildSpec
 
 H100 = {"gpu": "h100", "dtype": "bf16"}
 

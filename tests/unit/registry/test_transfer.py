@@ -21,7 +21,7 @@ from tests.support import hub_server, nvidia_smi, registries
 from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Hub
-from tests.support.registries import sessions_end as sessions_end
+from tests.support.registries import s3_sessions as s3_sessions
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from trtpipe.pipeline.registry import oci_upload, parts, transfer

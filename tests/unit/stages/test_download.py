@@ -27,9 +27,10 @@ from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import UnknownModel, read_model_config
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import Progress
+from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.sources import hub
-from trtpipe.pipeline.spec import resolve, set_layer
 from trtpipe.pipeline.stages import download
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.stages.download import DOWNLOAD

@@ -15,8 +15,10 @@ from tests.unit.stages.test_download import server
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.api.build import layers, resolved
+from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.resolve import read_spec, resolve
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import BuildSpec, read_spec, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
 

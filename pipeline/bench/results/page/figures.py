@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtpipe.pipeline.bench.results import metrics
+from trtpipe.pipeline.bench.results.metric import Distribution
 from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, named
 from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages.parts import capital, number
@@ -36,7 +37,7 @@ def distributions(points: list[LoadPoint]) -> Iterator[Figure]:
             )
 
 
-def _spread(metric: metrics.Distribution, point: LoadPoint, style: int) -> Iterator[plots.Spread]:
+def _spread(metric: Distribution, point: LoadPoint, style: int) -> Iterator[plots.Spread]:
     found = point["histograms"].get(metric.name)
     entry = point["metrics"].get(metric.name, {})
     if found and sum(found["counts"]):

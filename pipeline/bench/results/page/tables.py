@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtpipe.pipeline.bench.results import metrics
+from trtpipe.pipeline.bench.results.metric import VALUE, Distribution, Metric
 from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, faults, named
 from trtpipe.pipeline.pages.parts import UNKNOWN, Cell, Row, Table, number
 
@@ -21,13 +22,13 @@ def load_points(report: dict[str, Any]) -> Table:
     return Table(head=HEAD, columns=columns, rows=rows, groups=groups)
 
 
-def _tabled(report: dict[str, Any]) -> list[metrics.Metric]:
+def _tabled(report: dict[str, Any]) -> list[Metric]:
     """Metrics of the tables: without those of speculation where no load point has any."""
     there = {name for point in report["levels"] for name in point["metrics"]}
     return [metric for metric in metrics.tabled() if metric not in metrics.SPECULATION or metric.name in there]
 
 
-def _figures(report: dict[str, Any]) -> Iterator[tuple[metrics.Metric, str]]:
+def _figures(report: dict[str, Any]) -> Iterator[tuple[Metric, str]]:
     """(metric, statistic) of each figure in a row of a table."""
     for metric in _tabled(report):
         for statistic in metric.figures(POINTS):
@@ -55,7 +56,7 @@ def _cells(report: dict[str, Any], point: LoadPoint) -> Iterator[Cell]:
     yield Cell(text=number(failed) + (told if failed else ""), kind="bad" if failed else "")
 
 
-def _cell(report: dict[str, Any], found: dict[str, Any], metric: metrics.Metric, statistic: str) -> Cell:
+def _cell(report: dict[str, Any], found: dict[str, Any], metric: Metric, statistic: str) -> Cell:
     entry = found.get(metric.name) or {}
     value = entry.get(statistic)
     if value is None:
@@ -80,7 +81,7 @@ def repeats(report: dict[str, Any]) -> Table | None:
     return Table(head=HEAD, columns=["runs", *columns], rows=rows, groups=[("", 1), *groups]) if rows else None
 
 
-def _over_runs(metric: metrics.Metric, entry: dict[str, Any] | None) -> Cell:
+def _over_runs(metric: Metric, entry: dict[str, Any] | None) -> Cell:
     if entry is None:
         return Cell(text=UNKNOWN)
     low, high = entry["interval"]
@@ -107,13 +108,13 @@ def objectives(report: dict[str, Any]) -> Table | None:
     asked = next((point["slo"]["objectives"] for point in report["levels"] if point["slo"]), None)
     if asked is None:
         return None
-    columns = [f"{_short(one['metric'])} {one['statistic']} < {number(one['limit'])} {one['unit']}" for one in asked]
+    columns = [_objective(one) for one in asked]
     rows = []
     for point in report["levels"]:
         told = point["slo"]
         judged = told["objectives"] if told else []
         cells = [
-            Cell(text=f"{'✓' if one['met'] else '✗'} {number(one['value'])}", kind="good" if one["met"] else "bad")
+            Cell(text=f"{'✓' if one['met'] else '✗'} {_shown(one, 'value')}", kind="good" if one["met"] else "bad")
             for one in judged
         ]
         goodput = _cell(report, point["metrics"], metrics.REQUEST_GOODPUT, "value")
@@ -123,11 +124,25 @@ def objectives(report: dict[str, Any]) -> Table | None:
     return Table(head=HEAD, columns=["all", *columns, "goodput requests/s"], rows=rows)
 
 
+def _objective(row: dict[str, Any]) -> str:
+    metric = metrics.find(row["metric"])
+    sign = ">" if metric is not None and metric.better == "higher" else "<"
+    statistic = "" if row["statistic"] == VALUE else row["statistic"]
+    words = (_short(row["metric"]), statistic, sign, _shown(row, "limit"), row["unit"])
+    return " ".join(word for word in words if word)
+
+
+def _shown(row: dict[str, Any], key: str) -> str:
+    """A value of an objective, or its limit, as tables show the metric."""
+    metric, value = metrics.find(row["metric"]), row[key]
+    return number(value if value is None or metric is None else metric.shown(value))
+
+
 def _short(name: str) -> str:
     for metric in metrics.METRICS:
         if name == metric.name and metric.short:
             return metric.short
-        if isinstance(metric, metrics.Distribution) and name == metric.judged:
+        if isinstance(metric, Distribution) and name == metric.judged:
             return f"{metric.short} from due"
     return name
 

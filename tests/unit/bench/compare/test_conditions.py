@@ -22,6 +22,8 @@ KNOWN = {
     "output_token_throughput": Kind(unit="tokens/s", is_rate=True),
     "request_throughput": Kind(unit="requests/s", is_rate=True),
     "error_rate": Kind(unit="", is_rate=True),
+    "draft_acceptance_rate": Kind(unit="", is_rate=True),
+    "tokens_per_step": Kind(unit="tokens", is_rate=True),
 }
 
 
@@ -38,6 +40,9 @@ KNOWN = {
         ("error_rate > 0.01", "error_rate", "value", 0.01, False),
         ("request_throughput <= 5req/s", "request_throughput", "value", 5.0, False),
         ("p50_output_sequence_length < 60tokens", "output_sequence_length", "p50", 60.0, False),
+        ("acceptance < 50%", "draft_acceptance_rate", "value", 0.5, False),
+        ("tokens_per_step < 0.9x", "tokens_per_step", "value", 0.9, True),
+        ("tokens_per_step < 2", "tokens_per_step", "value", 2.0, False),
     ],
 )
 def test_conditions(text: str, metric: str, statistic: str, limit: float, relative: bool) -> None:

@@ -28,9 +28,9 @@ from tests.support.driving import (
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer
-from trtpipe.pipeline.bench.results.metrics import closed_window
 from trtpipe.pipeline.bench.results.records import settle
 from trtpipe.pipeline.bench.results.statistics import load_point_metrics
+from trtpipe.pipeline.bench.results.window import closed_window
 
 
 def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.AbstractEventLoop) -> None:

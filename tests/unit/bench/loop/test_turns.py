@@ -28,8 +28,8 @@ from tests.support.driving import (
 )
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
-from trtpipe.pipeline.bench.results.metrics import closed_window
 from trtpipe.pipeline.bench.results.records import settle
+from trtpipe.pipeline.bench.results.window import closed_window
 
 
 def test_a_place_serves_a_conversation_to_its_end_and_then_the_next(loop: asyncio.AbstractEventLoop) -> None:

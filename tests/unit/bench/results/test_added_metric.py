@@ -15,11 +15,12 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.options import BenchOptions, Target
 from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.bench.results.files import write_report
-from trtpipe.pipeline.bench.results.metrics import Distribution, Rate, Values, Window
+from trtpipe.pipeline.bench.results.metric import Distribution, Rate, Values
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import BenchReport, load_point_result
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
+from trtpipe.pipeline.bench.results.window import Window
 from trtpipe.pipeline.cli import console_bench
 
 

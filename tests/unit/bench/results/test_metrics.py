@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.bench_records import MS, Row, made
-from trtpipe.pipeline.bench.results.metrics import (
-    Values,
-    Window,
-    closed_window,
-    definitions,
-    distributions,
-    rates,
-)
+from trtpipe.pipeline.bench.results.metric import Values
+from trtpipe.pipeline.bench.results.metrics import definitions, distributions, rates
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.statistics import (
     INTERVALS,
@@ -29,6 +23,7 @@ from trtpipe.pipeline.bench.results.statistics import (
     percentile_name,
     summarise,
 )
+from trtpipe.pipeline.bench.results.window import Window, closed_window
 
 # Due at 8, sent at 10; six tokens in three responses at 60, 80 and 110 ms; the stream ends at 116.
 STREAM = Row(stamps=(60, 80, 110), tokens=(1, 2, 3), due=8, sent=10, end=116)

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from tests.support.bench_records import MS, Row, made
 from trtpipe.engines.errors import UsageError
-from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import load_point_result
 from trtpipe.pipeline.bench.results.slo import Objective, Outcome, aliases, judge, parse_objective
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
+from trtpipe.pipeline.bench.results.window import Window
 
 SECOND = Window(start_ns=0, stop_ns=1000 * MS)
 
 
 def judged(records: Records, *objectives: str, window: Window | None = SECOND) -> Outcome:
-    return judge(records, window, [parse_objective(text) for text in objectives])
+    return judge(records, window, [parse_objective(text) for text in objectives], {})
 
 
 # How they are written
@@ -36,6 +36,11 @@ def judged(records: Records, *objectives: str, window: Window | None = SECOND) -
         (" icl:p5<7ms ", Objective("inter_chunk_latency", "p5", 7)),
         ("request_latency_from_due:p50<3s", Objective("request_latency_from_due", "p50", 3000)),
         ("dispatch_delay:1ms", Objective("dispatch_delay", "p99", 1)),
+        ("acceptance>60%", Objective("draft_acceptance_rate", "value", 0.6)),
+        ("tokens_per_step > 2.5", Objective("tokens_per_step", "value", 2.5)),
+        ("error_rate:0.01", Objective("error_rate", "value", 0.01)),
+        ("throughput>1000tok/s", Objective("output_token_throughput", "value", 1000)),
+        ("output_token_throughput_per_user:20tok/s", Objective("output_token_throughput_per_user", "p1", 20)),
     ],
 )
 def test_the_grammar(text: str, objective: Objective) -> None:
@@ -51,7 +56,7 @@ def test_an_objective_is_written_as_it_is_given() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "ttft", "ttft:p99", "ttft:p99<", "ttft<200", "ttft<200us", "ttft<-1ms", "ttft<1e3ms", "ttft>200ms",
+        "", "ttft", "ttft:p99", "ttft:p99<", "ttft<200", "ttft<200%", "ttft<-1ms", "ttft<1e3ms", "ttft>200ms",
         "ttft:p100<1s", "ttft:median<1s", "ttft:p99<1s,itl:30ms", "TTFT<1s", "ttft p99 < 1s",
     ],
 )  # fmt: skip
@@ -64,13 +69,15 @@ def test_what_is_no_objective(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tftt:p99<1s", "'tftt' is not a time; did you mean 'ttft'?"),
-        ("request_latensy<1s", "'request_latensy' is not a time; did you mean 'request_latency'?"),
+        ("tftt:p99<1s", "'tftt' is not a metric of objectives; did you mean 'ttft'?"),
+        ("request_latensy<1s", "'request_latensy' is not a metric of objectives; did you mean 'request_latency'?"),
         (
             "xyzzy<1s",
-            "'xyzzy' is not a time; known: dispatch_delay, e2e, icl, inter_chunk_latency, inter_token_latency, itl, "
-            "latency, request_latency, request_latency_from_due, time_per_output_token, time_to_first_token, "
-            "time_to_first_token_from_due, tpot, ttft",
+            "'xyzzy' is not a metric of objectives; known: acceptance, dispatch_delay, draft_acceptance_rate, e2e, "
+            "error_rate, icl, inter_chunk_latency, inter_token_latency, itl, latency, output_token_throughput, "
+            "output_token_throughput_per_user, request_latency, request_latency_from_due, request_throughput, "
+            "throughput, time_per_output_token, time_to_first_token, time_to_first_token_from_due, tokens_per_step, "
+            "total_token_throughput, tpot, ttft",
         ),
     ],
 )
@@ -80,18 +87,34 @@ def test_a_metric_that_nobody_knows(text: str, words: str) -> None:
     assert str(error.value) == words
 
 
-def test_a_metric_that_is_no_time_has_no_limit_in_ms() -> None:
-    with pytest.raises(UsageError, match="'output_sequence_length' is not a time"):
-        parse_objective("output_sequence_length<30ms")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("output_sequence_length<30", "'output_sequence_length' is not a metric of objectives"),
+        ("goodput>3", "'goodput' is not a metric of objectives"),
+        ("acceptance<60%", "'acceptance<60%' is not an objective; give one such as acceptance>50%"),
+        ("acceptance:p99>60%", "'acceptance:p99>60%' is not an objective; give one such as acceptance>50%"),
+        ("acceptance>3ms", "'acceptance>3ms' is not an objective; give one such as acceptance>50%"),
+        ("acceptance>100%", "'acceptance>100%' is never met; give another limit"),
+        ("error_rate<0", "'error_rate<0' is never met; give another limit"),
+        ("throughput>3", "'throughput>3' is not an objective; give one such as throughput>2tokens/s"),
+        ("tokens_per_step>2ms", "'tokens_per_step>2ms' is not an objective; give one such as tokens_per_step>2"),
+    ],
+)
+def test_what_a_metric_of_another_kind_cannot_be(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_objective(text)
+    assert str(error.value).startswith(words)
 
 
 @given(
-    st.sampled_from(sorted(aliases())), st.sampled_from(["mean", "max", "p1", "p50", "p99.9"]),
+    st.sampled_from(["e2e", "icl", "itl", "latency", "tpot", "ttft"]),
+    st.sampled_from(["mean", "max", "p1", "p50", "p99.9"]),
     st.decimals("0.01", 10_000, places=2), st.sampled_from(["<", ":"]),
 )  # fmt: skip
 def test_seconds_are_a_thousand_milliseconds(metric: str, statistic: str, limit: object, sign: str) -> None:
     seconds = parse_objective(f"{metric}:{statistic}{sign}{limit}s")
-    assert seconds.limit_ms == parse_objective(f"{metric}:{statistic}{sign}{limit}ms").limit_ms * 1000
+    assert seconds.limit == parse_objective(f"{metric}:{statistic}{sign}{limit}ms").limit * 1000
     assert (seconds.metric, seconds.statistic) == (aliases()[metric], statistic)
 
 
@@ -235,6 +258,30 @@ def test_goodput_is_of_good_requests_that_ended_within_the_window() -> None:
     assert found.request_goodput == pytest.approx(3 / 0.4)
     assert found.token_goodput == pytest.approx(21 / 0.4)
     assert found.attainment == pytest.approx(4 / 6)
+
+
+def test_objectives_of_the_load_point_say_nothing_about_a_request() -> None:
+    engine = {"tokens_per_step": 2.5, "draft_acceptance": 0.5}
+    asked = ("acceptance>40%", "acceptance>50%", "tokens_per_step>2", "error_rate<1%", "throughput>4tok/s")
+    result = load_point_result(
+        made(*first(100, 200), Row(stamps=(), tokens=(), end=300, failed="Timeout")), SECOND,
+        SelfCheck(figures={}, reasons=[]), protocol="grpc", label="", load={}, server={"engines": [engine]},
+        objectives=[parse_objective(text) for text in asked],
+    )  # fmt: skip
+    assert result.slo is not None
+    assert result.slo["attainment"] == pytest.approx(2 / 3)
+    assert [(row["value"], row["met"]) for row in result.slo["objectives"]] == [
+        (0.5, True), (0.5, False), (2.5, True), (pytest.approx(1 / 3), False), (2.0, False),
+    ]  # fmt: skip
+
+
+def test_more_is_better_for_tokens_per_second_of_a_user() -> None:
+    # 10, 5 and 2 tokens/s; a request that failed is within what the p1 leaves out of a hundred, not of three.
+    rows = [Row(sent=0, stamps=(moment,), tokens=(1,)) for moment in (100, 200, 500)]
+    found = judged(made(*rows), "output_token_throughput_per_user:p50>4tok/s")
+    assert (found.objectives[0]["value"], found.met) == (5.0, True)
+    assert found.attainment == pytest.approx(2 / 3)
+    assert not judged(made(*rows), "output_token_throughput_per_user>4tok/s").met
 
 
 def test_goodput_without_a_window_is_undefined() -> None:

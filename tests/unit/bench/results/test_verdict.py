@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.bench_records import MS, Row, made
 from trtpipe.pipeline.bench.loop.driver import Client
-from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import NONE
 from trtpipe.pipeline.bench.results.verdict import Reason, SelfCheck, examine
+from trtpipe.pipeline.bench.results.window import Window
 
 LESS = "offer less load, or measure with more --workers, or from a machine with free cores"
 CLIENT = Client(lateness_ns=[0] * 100, cpu_ns=100 * MS, wall_ns=1000 * MS, peak=20)

@@ -22,9 +22,10 @@ from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.passport import read_passport
+from trtpipe.pipeline.resolve import read_spec, resolve
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import BuildSpec, read_spec, resolve
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store

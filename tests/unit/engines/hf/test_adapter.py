@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from trtpipe.engines.adapters import AdapterFolder, check_name
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError
 from trtpipe.engines.hf.adapter import lay_out, located_pairs, read_adapter, require_rank
+from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.safetensors_file import header_bytes
-from trtpipe.engines.lora_arrays import check_finite, require_type, whole_groups, write_arrays
+from trtpipe.engines.lora_arrays import require_type, whole_groups, write_arrays
 
 
 def told(**changes: Any) -> Callable[[Path], None]:
@@ -129,14 +131,27 @@ def test_a_rank_above_the_engine_s_and_names_that_cannot_be(tmp_path: Path, mode
     check_name("Support-2.1_b")
 
 
-def test_a_number_that_is_none_is_refused(tmp_path: Path, model: Path) -> None:
-    folder = write_adapter(tmp_path / "adapter", model)
+@pytest.mark.parametrize(
+    ("number", "alpha", "dtype", "words"),
+    [
+        (np.nan, 8, DataType.FLOAT32, "holds numbers that are not finite"),
+        (-np.inf, 8, DataType.FLOAT32, "holds numbers that are not finite"),
+        (65504, 4, DataType.FLOAT16, None),  # alpha / rank is 1
+        (-65504, 4.01, DataType.FLOAT16, "has numbers beyond the range of float16"),
+        (65504, 4.01, DataType.BFLOAT16, None),
+        (3e38, 8, DataType.FLOAT32, "holds numbers that are not finite"),  # it is 6e38 with its scale
+    ],
+)
+def test_numbers_that_the_model_s_type_does_not_hold(
+    tmp_path: Path, model: Path, number: float, alpha: float, dtype: DataType, words: str | None
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", model, lora_alpha=alpha)
     path = folder / "adapter_model.safetensors"
     raw = bytearray(path.read_bytes())
-    raw[-4:] = np.float32(np.inf).tobytes()
+    raw[-4:] = np.float32(number).tobytes()  # of a B
     path.write_bytes(bytes(raw))
-    with pytest.raises(InputDataError, match="holds numbers that are not finite"):
-        check_finite(read_adapter(folder))
+    with pytest.raises(InputDataError, match=words) if words else nullcontext():
+        checked_adapter(folder, read_model_config(model), 4, dtype)
 
 
 def test_the_folder_is_read_again_when_it_changes(tmp_path: Path, model: Path) -> None:

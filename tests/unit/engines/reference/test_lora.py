@@ -142,6 +142,24 @@ def test_ranks_in_processes_of_their_own(llama: Case, llama_tokens: list[list[li
         runtime.close()
 
 
+def test_an_adapter_that_is_removed_while_it_loads_serves_the_request_that_named_it(
+    llama: Case, llama_tokens: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, number = tmp_path / "lora", llama.numbers[1]
+    shutil.copytree(llama.folder, folder)
+    runtime = Runtime(llama.engine(), device="cpu", adapters=folder, enable_chunked_context=True)
+    load = runtime._model.load_adapter
+
+    def load_and_remove(number: int, path: Path) -> None:
+        load(number, path)
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(runtime._model, "load_adapter", load_and_remove)
+    assert run(runtime, [(number, PROMPTS[0]), (0, PROMPTS[0])])[0] == [llama_tokens[1][0], llama_tokens[0][0]]
+    with pytest.raises(RequestRefused, match=f"no adapter has the number {number}"):
+        runtime.submit(Request(id=0, prompt=PROMPTS[0], max_tokens=1, adapter=number))
+
+
 def test_attention_of_a_model_with_experts(tmp_path: Path) -> None:
     case = Case(tmp_path, "mixtral", ATTENTION, **EXPERTS)
     check(case, case.expected(), case.runtime(2))

@@ -26,9 +26,9 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.safetensors_file import header_bytes
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.quantization import FORMATS, KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.reference import runtime as runtime_module
+from trtpipe.engines.reference import loading
 from trtpipe.engines.reference.attention import Span
-from trtpipe.engines.reference.cuda.fused import rms_norm
+from trtpipe.engines.reference.fused import rms_norm
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.matmul import multiply
@@ -235,7 +235,7 @@ def test_generation_reads_the_quantized_cache(tmp_path: Path, cache: KvCacheQuan
 
 def test_an_nvfp4_cache_has_vectors_of_16_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 2 layers of 2 heads of 16: 64 numbers a token, 32 bytes of codes and 4 of scales.
-    monkeypatch.setattr(runtime_module, "DEFAULT_KV_CACHE_BYTES", 36 * 60)
+    monkeypatch.setattr(loading, "DEFAULT_KV_CACHE_BYTES", 36 * 60)
     logits = []
     for name, cache in (("plain", None), ("cache", KvCacheQuantAlgo.NVFP4)):
         (tmp_path / name).mkdir()
@@ -250,7 +250,7 @@ def test_an_nvfp4_cache_has_vectors_of_16_numbers(tmp_path: Path, monkeypatch: p
 
 def test_a_quantized_cache_holds_a_byte_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 2 layers of 2 * 2 heads of 8: 64 numbers a token.
-    monkeypatch.setattr(runtime_module, "DEFAULT_KV_CACHE_BYTES", 64 * 60 * 2)
+    monkeypatch.setattr(loading, "DEFAULT_KV_CACHE_BYTES", 64 * 60 * 2)
     blocks = {}
     for cache in (None, *KV_SCALE):
         folder = tmp_path / str(cache)

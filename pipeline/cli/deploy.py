@@ -1,0 +1,122 @@
+"""`trtpipe deploy` and `trtpipe monitoring`: files for a cluster, and for Prometheus and Grafana."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
+from trtpipe.pipeline.cli.options import Json, Target, own_store
+
+deploy = typer.Typer(
+    name="deploy",
+    cls=SectionedGroup,
+    help="Write what a cluster needs to serve a target.\n\n\b\nExamples:\n"
+    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1\n"
+    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --model-image registry.example/llama3:1 --no-openai",
+    rich_markup_mode=None,
+)
+
+
+@deploy.callback()
+def _deploy() -> None:
+    """One command for each kind of cluster."""
+
+
+@deploy.command(cls=SectionedCommand)
+def k8s(
+    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new or empty.")],
+    pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
+    model_image: Annotated[str | None, typer.Option(help="Container image that holds the repository.")] = None,
+    host_path: Annotated[str | None, typer.Option(help="Folder of the node that holds the repository.")] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the resources.")] = "default",
+    image: Annotated[str | None, typer.Option(help="Image of the server; the toolchain's if left out.")] = None,
+    gateway_image: Annotated[
+        str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
+    ] = None,
+    no_openai: Annotated[bool, typer.Option("--no-openai", help="Put no gateway into the pod.")] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Collector that the gateway sends traces to: http://collector:4318.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
+
+    They hold a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
+
+    \b
+    Examples:
+      trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1
+      trtpipe deploy k8s --help
+    """
+    from trtpipe.configs import facts, read
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.passport import read_passport
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.deploy.config import DeployConfig
+    from trtpipe.pipeline.deploy.kubernetes import write
+    from trtpipe.pipeline.layers import set_layer
+    from trtpipe.pipeline.serving import repositories
+    from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+    name, repository = repositories.find_repository(target)
+    passport = read_passport(repository / ENGINE_FOLDER)
+    given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
+             "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
+             "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
+    chosen = {key: value for key, value in given.items() if value is not None}
+    made = read.build(DeployConfig, chosen, "--set", UsageError)
+    paths = write(passport, facts.find_gpu(passport.gpu), made, out)
+    if as_json:
+        console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})
+        return
+    console.table(("written",), [(path,) for path in paths])
+    console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
+
+
+def monitoring(
+    target: Target = None,
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder in which monitoring/ is written.")] = Path(),
+    metrics: Annotated[
+        str, typer.Option(help="Addresses of the servers' metrics: host:port,...; of the running server if left out.")
+    ] = "",
+    gateways: Annotated[
+        str, typer.Option(help="Addresses of the gateways: host:port,...; of the running server if left out.")
+    ] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a Grafana dashboard, scrape config and alerts.
+
+    \b
+    Examples:
+      trtpipe monitoring llama3-8b.h100.fp8 -o monitoring
+      trtpipe monitoring -o monitoring
+    """
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
+    from trtpipe.pipeline.serving import repositories, servers
+
+    name, repository = repositories.find_repository(target)
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    written = write_monitoring(
+        models, out,
+        targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
+        gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
+        key_file=api_key_file,
+    )  # fmt: skip
+    if as_json:
+        console.result_json({"folder": written, "files": sorted(path.name for path in written.iterdir())})
+        return
+    if not gateways and api_key_file is None and any(one.keyed for one in found):
+        console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
+    console.result(str(written))

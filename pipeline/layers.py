@@ -1,0 +1,109 @@
+"""Layers of settings: a recipe, command-line options, `--set`; merged, a later layer replaces the whole value."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from trtpipe.configs import facts, read
+from trtpipe.engines.base import CalibrationConfig
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
+from trtpipe.triton_repo.serving import ServingConfig
+
+# Settings that a recipe or `--set` may name; the two groups are mappings with the fields of their settings type.
+SCALARS = (
+    "model",
+    "source",
+    "revision",
+    "gpu",
+    "dtype",
+    "kv_cache",
+    "group_size",
+    "runtime",
+    "toolchain",
+    "executor",
+    "tp",
+    "pp",
+    "moe_tp",
+    "moe_ep",
+    "load",
+    "accept_accuracy",
+    "tasks",
+)
+# Setting whose fields are names of adapters, with their folders.
+LORA = "lora"
+# Keys of `BuildSpec.to_json`.
+RECORDED = {"target", "model", "settings", "values"}
+GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
+Layer = tuple[str, dict[str, Any]]
+
+
+def recipe_layer(path: str) -> Layer:
+    """A recipe file as a layer; `path` is a path, or a name in configs/recipes. What `trtpipe settings --json` printed
+    is a recipe too. Raises ConfigError, UsageError."""
+    shipped = {file.stem: file for file in (facts.CONFIGS / "recipes").glob("*.yaml")}
+    file = shipped.get(path) or Path(path)
+    if not file.is_file():
+        raise UsageError(
+            f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
+        )
+    raw = read.read_yaml(file)
+    return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
+
+
+def set_layer(words: list[str]) -> Layer:
+    """A layer from `--set build.max_batch_size=16` options. Raises UsageError."""
+    return dotted_layer(assignments(words))
+
+
+def assignments(words: list[str]) -> dict[str, Any]:
+    """The values of `--set` options by dotted name, each given once. Raises UsageError."""
+    texts = read.named_values(words, "--set ", example="build.max_batch_size=16")
+    return {name: read.parse_yaml_value(text, f"--set {name}") for name, text in texts.items()}
+
+
+def dotted_layer(values: dict[str, Any]) -> Layer:
+    """A layer from values by dotted name: {"build.max_batch_size": 16}. Raises UsageError."""
+    layer: dict[str, Any] = {}
+    for name, value in values.items():
+        group, dot, key = name.partition(".")
+        if not dot:
+            layer[group] = value
+        elif isinstance(layer.get(group, {}), dict):
+            layer[group] = {**layer.get(group, {}), key: value}
+        else:
+            raise UsageError(f"--set {name}={value} contradicts --set {group}={layer[group]}")
+    return "--set", layer
+
+
+def merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
+    """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
+    out: dict[str, tuple[Any, str]] = {}
+    for label, layer in layers:
+        read.check_keys(layer, [*SCALARS, *GROUPS, LORA], label, error_of(label))
+        for key, value in layer.items():
+            if key == LORA and value is not None:
+                if not isinstance(value, dict):
+                    raise error_of(label)(f"{label}: {LORA} is not a mapping", remedy=f"name an adapter: {LORA}.NAME")
+                out.update({f"{LORA}.{name}": (inner, label) for name, inner in value.items()})
+                continue
+            if key not in GROUPS:
+                if value is not None:
+                    out[key] = (value, label)
+                continue
+            fields = [field.name for field in dataclasses.fields(GROUPS[key])]
+            if value is None:  # a group whose lines are all commented out
+                continue
+            if not isinstance(value, dict):
+                remedy = f"name a setting, such as {key}.{fields[0]}"
+                raise error_of(label)(f"{label}: {key} is not a mapping", remedy=remedy)
+            read.check_keys(value, fields, f"{label}: {key}", error_of(label))
+            out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
+    return out
+
+
+def error_of(*labels: str) -> type[TrtpipeError]:
+    """The error class for a mistake: ConfigError in a recipe, UsageError on the command line."""
+    return read.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
