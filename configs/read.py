@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, kind_of, suggestion
 from trtpipe.engines.yaml_input import YamlError, load_yaml, parse_yaml
 
 _T = TypeVar("_T")
@@ -34,9 +34,7 @@ def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
     if value is None:
         raise ConfigError(f"{path} is empty")
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path} holds a {type(value).__name__}, not a mapping", remedy="write it as lines of `name: value`"
-        )
+        raise ConfigError(f"{path} holds {kind_of(value)}, not a mapping", remedy="write it as lines of `name: value`")
     return value
 
 

@@ -70,6 +70,15 @@ class ArtefactRefused(TrtpipeError):
     exit_code = 6
 
 
+def kind_of(value: object) -> str:
+    """The kind of a value that JSON or YAML held, with its article."""
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (type(None), "null"), (bool, "a truth value"), ((int, float), "a number"), (str, "a text"),
+        ((list, tuple), "a list"), (dict, "a mapping"),
+    )  # fmt: skip
+    return next((name for kind, name in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
 def nearest(value: str, choices: Iterable[str]) -> list[str]:
     """Names that `value` begins, three at most, else the one of the nearest spelling.
 

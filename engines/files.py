@@ -21,8 +21,11 @@ FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 class DiskFull(HostError):
     """A disk has no room, or will not have it."""
 
-    def __init__(self, what: str, *, why: str, variable: str = "TRTPIPE_HOME") -> None:
+    def __init__(self, what: str, *, why: str, variable: str | None = "TRTPIPE_HOME") -> None:
+        """`variable` moves what fills the disk to another one; None for runs and reports, which stay where you are."""
         remedy = f"free some space (`trtpipe gc` drops artefacts no run uses), or set {variable} to a larger disk"
+        if variable is None:
+            remedy = "free some space there, or change to a folder on another disk for runs and reports"
         super().__init__(what, why=why, remedy=remedy)
 
 
@@ -40,13 +43,18 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that holds a folder, or would hold it."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
 def require_disk(folder: Path, size: int, what: str, why: str = "", variable: str = "TRTPIPE_HOME") -> None:
     """Raises DiskFull when the disk of `folder`, which need not exist, has fewer than `size` bytes free.
 
     variable  the environment variable that moves the folder to another disk
     """
     there = _existing(folder)
-    free = shutil.disk_usage(there).free
+    free = free_bytes(there)
     if free < size:
         needed = f"{what} needs about {size / 1e9:.1f} GB of disk and {there} has {free / 1e9:.1f} GB free"
         raise DiskFull(needed, why=why, variable=variable)

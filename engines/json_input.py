@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, kind_of
 
 # The largest known file is Gemma 3's tokenizer.json, with 33 MB and a million values.
 MAX_BYTES = 64 << 20
@@ -123,11 +123,12 @@ def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: 
     try:
         value = load_json(path, max_bytes=max_bytes, max_values=max_values)
     except OSError as error:
-        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
+        remedy = "name a folder that has one" if isinstance(error, FileNotFoundError) else ""
+        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error), remedy=remedy) from None
     except ValueError as error:
         raise InputDataError(f"{what} {path} is not JSON", why=str(error), remedy="replace it") from None
     if not isinstance(value, dict):
-        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not an object", remedy="replace it")
+        raise InputDataError(f"{what} {path} holds {kind_of(value)}, not an object", remedy="replace it")
     return value
 
 

@@ -38,7 +38,7 @@ def read_gpus() -> tuple[Gpu, ...]:
     if program is None:
         raise NoDriver(
             "this machine has no NVIDIA driver",
-            remedy="GPU targets can be planned, converted and quantized here, not built or served",
+            remedy="use one with a GPU: here GPU targets can be planned, converted and quantized, not built or served",
         )
     query = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
-from trtpipe.engines.files import FULL, DiskFull
+from trtpipe.engines.files import FULL, DiskFull, device, free_bytes
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 
@@ -40,6 +40,15 @@ def _at_home(error: BaseException) -> bool:
     return path == home or home in path.parents or path in home.parents
 
 
+def _full_outside_home(error: BaseException) -> bool:
+    """Whether the full disk is another one than that of TRTPIPE_HOME. A failed write names no file: then it is the
+    current folder's disk where that has less room."""
+    filename, home = getattr(error, "filename", None), default_home()
+    if isinstance(filename, (str, Path)):
+        return device(Path(filename)) != device(home)
+    return device(Path.cwd()) != device(home) and free_bytes(Path.cwd()) < free_bytes(home)
+
+
 def _place(error: BaseException) -> str:
     if _at_home(error):
         return "set TRTPIPE_HOME to a folder that you may write"
@@ -54,12 +63,21 @@ STATE = (
     errno.ENAMETOOLONG, errno.ELOOP, errno.ENOMEM, errno.EAGAIN, errno.ESTALE,
 )  # fmt: skip
 
+# Those that another path would not have.
+PLACE = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+
 ROWS: tuple[_Row, ...] = (
     (
         # Libraries written in Rust wrap it in exceptions of their own.
         Exception,
         lambda error: _errno(errno.ENOSPC, errno.EDQUOT)(error) or FULL.search(str(error)) is not None,
-        lambda error: DiskFull(f"{_named(error)}the disk is full", why=str(getattr(error, "strerror", error))),
+        lambda error: DiskFull(
+            f"{_named(error)}the disk is full",
+            why=str(getattr(error, "strerror", error)),
+            variable=None if _full_outside_home(error) else "TRTPIPE_HOME",
+        ),
     ),
     (
         OSError,
@@ -81,7 +99,10 @@ ROWS: tuple[_Row, ...] = (
     (
         OSError,
         _errno(*STATE),
-        lambda error: HostError(f"{_named(error)}{getattr(error, 'strerror', error)}"),
+        lambda error: HostError(
+            f"{_named(error)}{getattr(error, 'strerror', error)}",
+            remedy="name another place" if getattr(error, "errno", None) in PLACE else "",
+        ),
     ),
     (
         MemoryError,

@@ -60,7 +60,10 @@ class RunFolder:
     @property
     def rebuild(self) -> str:
         """What a message says to do about an artefact that is missing: the command that makes this target again."""
-        return f"run `trtpipe build --recipe {self.path / 'plan.json'}`"
+        plan = self.path / "plan.json"
+        if plan.is_file():
+            return f"run `trtpipe build --recipe {plan}`"
+        return f"build it again with `trtpipe build`, or remove what is left of it with `trtpipe rm {self.path.name}`"
 
     def last(self, stage: str) -> Record | None:
         """The record of the stage's last artefact; None where there is none that this version can read."""

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, kind_of
 from trtpipe.engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,7 +39,7 @@ def read_template(tokenizer: Path) -> str | None:
         if template is None:
             raise InputDataError(f"{tokenizer} has several chat templates and no default one", remedy=RAW)
     if template is not None and not isinstance(template, str):
-        raise InputDataError(f"the chat template of {tokenizer} is a {type(template).__name__}", remedy=RAW)
+        raise InputDataError(f"the chat template of {tokenizer} is {kind_of(template)}", remedy=RAW)
     return template
 
 

@@ -67,6 +67,7 @@ def inspect(folder: Path) -> Inspection:
         raise InputDataError(
             f"{folder} is not a checkpoint",
             why="it has no config.json" if folder.is_dir() else "there is no such folder",
+            remedy="name a Hugging Face folder, or one that `trtpipe convert` wrote",
         )
     raw = read_config_json(path, "config")
     if "architectures" in raw:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.plan import kv_head_rows, share
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.adapter import located_pairs, read_adapter
@@ -22,7 +23,6 @@ from trtpipe.engines.hf.adapter_check import check_range
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.devices import named_memory_errors
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.weights import TORCH_DTYPE
 
 # (layer, index of the shard in the layer, role) -> both transposed: A [adapters, in, rank], B [adapters, rank, out].
 Matrices = dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]]
@@ -79,7 +79,7 @@ class Adapters:
     def _read(self, folder: Path) -> Matrices:
         adapter = read_adapter(folder)
         pairs = located_pairs(adapter, self._config)
-        check_range(adapter, next(kind for kind, dtype in TORCH_DTYPE.items() if dtype is self._dtype))
+        check_range(adapter, DataType(str(self._dtype).removeprefix("torch.")))
         tensors = MappedTensors({side.entry.name: side for pair in pairs.values() for side in pair}, self._device)
         made: Matrices = {}
         for (layer, role), pair in pairs.items():

@@ -19,7 +19,7 @@ def plan(
     group_size: int | None = None, tp: int | Sequence[int] = (), runtime: str = "tensorrt_llm", load: str | None = None,
     input_tokens: int | str | None = None, output_tokens: int | str | None = None, rate: float | None = None,
     slo: str | Sequence[str] = (), price: Mapping[str, float] | None = None, reuse: bool = False,
-    toolchain: str | None = None,
+    toolchain: str | None = None, adapters: int | None = None, adapter_rank: int = 16,
 ) -> Advice:  # fmt: skip
     """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
 
@@ -35,18 +35,22 @@ def plan(
     price          price of one GPU per hour, by name
     reuse          whether the KV cache of shared prefixes is reused
     toolchain      release of TensorRT-LLM; the default one if None
+    adapters       LoRA adapters of `adapter_rank` that are in the GPU's memory at once
 
     Returns candidates, the best first; one without `best` cannot serve this, and `reason` says why. Raises UsageError.
     """
     import dataclasses
 
     from trtpipe.configs import facts
+    from trtpipe.configs.home import default_home
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.load.files import find_load
     from trtpipe.pipeline.bench.load.work import Work
     from trtpipe.pipeline.bench.results.slo import parse_objective
     from trtpipe.pipeline.planner.advice import Question, advise
     from trtpipe.pipeline.planner.demand import Demand
+    from trtpipe.pipeline.planner.memory import Adapters
+    from trtpipe.pipeline.planner.preparation import recorded
 
     name, shape = facts.find_shape(model)
     work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
@@ -66,6 +70,8 @@ def plan(
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
         tps=tps, rate=rate, runtime=runtime, release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
+        took=recorded(default_home()),
+        adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),
         prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
     )  # fmt: skip
     return advise(question)

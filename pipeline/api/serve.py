@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -33,22 +34,33 @@ class Sampling(TypedDict, total=False):
 
 
 class Client:
-    """A target that is served on this machine, by `trtpipe serve` or `trtpipe.serve`; it is asked over gRPC.
+    """A target that is served on this machine, by `trtpipe serve` or `trtpipe.serve`; it is asked over gRPC, and with
+    an adapter over its OpenAI API.
 
     For a server elsewhere use a client of OpenAI's API: `openai_url` is the address of this one's.
     """
 
-    def __init__(self, target: str | None = None, *, server: str | None = None) -> None:
+    def __init__(self, target: str | None = None, *, server: str | None = None, adapter: str | None = None) -> None:
         """Find the running server of that name, or the only one, and its target of that name, or the only one.
+
+        adapter  LoRA adapter that answers; the model alone if left out
 
         Raises UsageError.
         """
         from trtpipe.configs.home import default_home
+        from trtpipe.engines.errors import UsageError
         from trtpipe.pipeline.serving.servers import find_running
         from trtpipe.pipeline.store.store import Store
 
         self._server: Server = find_running(Store(default_home()), server)
         self._served: Served = self._server.find(target)
+        self._adapter = adapter
+        if adapter is not None and self._server.gateway_url is None:
+            raise UsageError(
+                f"{self._server.name} has no gateway",
+                why="an adapter is named there",
+                remedy="serve without --no-openai",
+            )
 
     @property
     def server(self) -> str:
@@ -125,9 +137,12 @@ class Client:
 
         params = SamplingParams(**sampling)
         generate.check_options(params, max_tokens)
-        if self._server.native:
-            url, model = self._server.endpoints.http_url, self._served.model_names[0]
-            return generate.stream_openai(url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)
+        gateway = self._server.gateway_url
+        if gateway is not None and (self._server.native or self._adapter is not None):
+            model, key = self._served.model_name(self._adapter), os.environ.get("TRTPIPE_API_KEY")
+            return generate.stream_openai(
+                gateway, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop, key=key
+            )
         model = self._served.front
         return generate.stream(self.grpc_url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -55,6 +56,14 @@ class Finding:
     cpu_s_per_1000_tokens: float
 
 
+def check(protocol: str, streams: int, wiring: Wiring) -> None:
+    """Raises UsageError for what `measure` could not measure, before a server is started."""
+    try:
+        _options(protocol, "", Path(), Closed(concurrency=streams), OUTPUT_TOKENS, wiring)
+    except UsageError as error:
+        raise UsageError(error.what.replace("concurrency", "--streams"), why=error.why, remedy=error.remedy) from None
+
+
 def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring) -> Finding:
     """Measure one protocol with `streams` in flight. Raises HostError when the server does not start."""
     return _measure(protocol, streams, Timing(ttft_s=TTFT_S, itl_s=itl_s), OUTPUT_TOKENS, wiring)
@@ -84,6 +93,15 @@ def state_error(report: BenchReport, options: BenchOptions) -> None:
         }  # fmt: skip
 
 
+def _options(
+    protocol: str, url: str, tokenizer: Path, load: Closed, tokens: int, wiring: Wiring
+) -> BenchOptions:  # fmt: skip
+    return BenchOptions(
+        targets=(Target(protocol=protocol, url=url, model="ensemble"),), tokenizer=tokenizer, loads=(load,),
+        work=Work(input_tokens=32, output_tokens=tokens), wiring=wiring,
+    )  # fmt: skip
+
+
 def _measure(
     protocol: str, streams: int, timing: Timing, tokens: int, wiring: Wiring, *, requests: int | None = None
 ) -> Finding:
@@ -93,14 +111,8 @@ def _measure(
         try:
             url = f"127.0.0.1:{server.grpc_port}" if protocol == "grpc" else f"http://127.0.0.1:{server.http_port}"
             api = "/v1" if protocol in ("completions", "chat") else ""
-            options = BenchOptions(
-                targets=(Target(protocol=protocol, url=url + api, model="ensemble"),),
-                tokenizer=write_tokenizer(folder),
-                loads=(Closed(concurrency=streams, requests=requests),),
-                work=Work(input_tokens=32, output_tokens=tokens),
-                wiring=wiring,
-            )
-            report = run(options, None, None)
+            load = Closed(concurrency=streams, requests=requests)
+            report = run(_options(protocol, url + api, write_tokenizer(folder), load, tokens, wiring), None, None)
         finally:
             truth = {one.id: one for one in server.stop()}
     (result,), (records,) = report.results, report.records

@@ -43,17 +43,19 @@ from trtpipe.pipeline.cli.help import USAGE_ERROR, SectionedCommand, SectionedGr
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
 
-# As `trtpipe --help` lists them; those of APPS have commands of their own.
-GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
+# Those that have commands of their own.
+APPS = {"bench": bench.app, "deploy": deploy.deploy, "lora": lora.lora}
+# As `trtpipe --help` lists them: functions, and names of APPS.
+GROUPS: dict[str, tuple[Callable[..., Any] | str, ...]] = {
     "Build": (
         build.build, build.settings, build.status, migrate.migrate, facts.recipes, targets.ls, targets.rm, build.gc,
         build.scrub,
     ),
     "Serve": (
         serve.serve, chat.chat, generate.generate, servers.ps, servers.logs, servers.top, servers.reload, servers.stop,
-        check.check, gateway.gateway, deploy.monitoring,
+        check.check, gateway.gateway, "lora", "deploy", deploy.monitoring,
     ),
-    "Measure": (bench.compare, prove.prove),
+    "Measure": ("bench", bench.compare, prove.prove),
     "Plan": (plan.plan, tune.tune, facts.probe),
     "Share": (
         build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,
@@ -65,7 +67,6 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
 }  # fmt: skip
 # Exit status after a KeyboardInterrupt, which typer turns into it.
 INTERRUPTED = 130
-APPS = {"Serve": ("deploy", "lora"), "Measure": ("bench",)}
 ENVIRONMENT = (
     ("TRTPIPE_HOME", "Folder of artefacts, logs and your own GPUs; ~/.cache/trtpipe."),
     ("TRTPIPE_API_KEY", "API key that `trtpipe bench` sends."),
@@ -92,8 +93,8 @@ EXIT_CODES = (
 )
 
 
-def command_name(function: Callable[..., Any]) -> str:
-    return function.__name__.strip("_").replace("_", "-")
+def command_name(function: Callable[..., Any] | str) -> str:
+    return function if isinstance(function, str) else function.__name__.strip("_").replace("_", "-")
 
 
 class Grouped(SectionedGroup):
@@ -102,7 +103,6 @@ class Grouped(SectionedGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, functions in GROUPS.items():
             names = [command_name(function) for function in functions]
-            names += APPS.get(group, ())
             with formatter.section(group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
         for title, rows in (("Environment variables", ENVIRONMENT), ("Exit codes", EXIT_CODES)):
@@ -141,10 +141,10 @@ def make_app() -> typer.Typer:
     made.callback(invoke_without_command=True)(_root)
     for functions in GROUPS.values():
         for function in functions:
-            made.command(name=command_name(function), cls=SectionedCommand)(function)
-    made.add_typer(bench.app, name="bench")
-    made.add_typer(deploy.deploy, name="deploy")
-    made.add_typer(lora.lora, name="lora")
+            if isinstance(function, str):
+                made.add_typer(APPS[function], name=function)
+            else:
+                made.command(name=command_name(function), cls=SectionedCommand)(function)
     return made
 
 
@@ -226,4 +226,7 @@ def _usage(error: Any) -> TrtpipeError:
     dashes = "--" if hasattr(error, "possibilities") else ""
     near = [dashes + name for name in nearest(unknown, known)]
     meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-    return UsageError(error.format_message().rstrip(".") + meant, remedy=f"see `{command} --help`")
+    remedy = f"see `{command} --help`"
+    if unknown and not dashes and not near and any("--target" in one.opts for one in context.command.params):
+        remedy = f"a target is named by --target {unknown}; {remedy}"
+    return UsageError(error.format_message().rstrip(".") + meant, remedy=remedy)

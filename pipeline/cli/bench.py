@@ -168,7 +168,7 @@ def again(
 def selftest(
     protocol: Annotated[str, typer.Option(help="Protocols: grpc, http, completions, chat.")] = "grpc,http",
     streams: Annotated[str, typer.Option(help="Numbers of requests in flight.")] = "16,256",
-    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.")] = 10.0,
+    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.", min=0.1, max=1e4)] = 10.0,
     transport: Annotated[str, typer.Option(help="Client library: own or tritonclient.")] = "own",
     kernel_timestamps: Annotated[
         bool | None,
@@ -191,11 +191,14 @@ def selftest(
     """
     from trtpipe.pipeline.api.bench import kernel_timestamps as choose_timestamps
     from trtpipe.pipeline.bench.protocols.connect import Wiring
-    from trtpipe.pipeline.bench.selftest import Finding, ceiling, measure
+    from trtpipe.pipeline.bench.selftest import Finding, ceiling, check, measure
     from trtpipe.pipeline.cli import console, console_progress
 
     wiring = Wiring(transport=transport, kernel_stamps=choose_timestamps(kernel_timestamps, transport))
     protocols, found, limits = protocol.split(","), list[Finding](), dict[str, float]()
+    for one in protocols:
+        for count in numbers(streams, whole=True) or ():
+            check(one, count, wiring)
     with console_progress.working("selftest", announce=False) as work:
         for one in protocols:
             for count in numbers(streams, whole=True) or ():

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import ServerName, TargetName, own_store
+from trtpipe.pipeline.cli.options import AdapterName, ServerName, TargetName, own_store
 
 
 def chat(
     server: ServerName = None,
     target: TargetName = None,
+    adapter: AdapterName = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer; as many as the model takes if left out.")
@@ -47,10 +48,11 @@ def chat(
     asked = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
     key = os.environ.get("TRTPIPE_API_KEY")
-    talk = Conversation(found.gateway_url, served.model_names[0], key=key, system=system, options=options)
+    model = served.model_name(adapter)
+    talk = Conversation(found.gateway_url, model, key=key, system=system, options=options)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
-        console.note(f"{served.model_names[0]}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")
+        console.note(f"{model}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")
     for line in _typed() if interactive else sys.stdin:
         text = line.strip()
         if interactive and text == "/exit":

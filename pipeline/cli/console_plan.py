@@ -9,6 +9,7 @@ from trtpipe.pipeline.cli import console
 from trtpipe.pipeline.planner import against, tables
 from trtpipe.pipeline.planner.advice import Advice
 from trtpipe.pipeline.planner.against import Comparison
+from trtpipe.pipeline.planner.disaggregation import Split
 from trtpipe.pipeline.planner.whatif import WhatIf
 
 # Heads with units, in words that a narrow column can fold.
@@ -21,9 +22,12 @@ HEADS = {
 EXPLAINED = ("KV GiB", "batch")
 
 
-def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: bool) -> None:
+def advice(
+    found: Advice, changes: Sequence[WhatIf], splits: Sequence[Split], *, explain: bool, as_json: bool
+) -> None:  # fmt: skip
     if as_json:
-        console.result_json({**found.to_json(), "what_if": [one.to_json() for one in changes]})
+        more = {"what_if": [one.to_json() for one in changes], "splits": [one.to_json() for one in splits]}
+        console.result_json({**found.to_json(), **more})
         return
     console.result(f"{found.question.model}: {tables.load(found)}")
     options = tables.options(found)
@@ -35,7 +39,7 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
         console.table(memory.columns, memory.rows, numeric=memory.columns[1:])
     for name, reason in tables.refusals(found).rows:
         console.result(f"{name}: {reason}")
-    for remark in found.remarks:
+    for remark in (*found.remarks, *found.getting_there):
         console.result(remark)
     if options.rows and not found.question.objectives:
         console.result("no objective is given, so each option is as full as it can be: --slo ttft:500ms sets a limit")
@@ -43,6 +47,10 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
         made = tables.changes(found.candidates[0].name, changes)
         console.result(f"{made.title}:")
         console.table(_heads(made.columns), made.rows)
+    if splits:
+        made = tables.splits(found, splits)
+        console.result(f"{made.title}:")
+        console.table(_heads(made.columns), made.rows, numeric=_heads(made.columns)[1:])
 
 
 def comparison(found: Comparison, kept: Path | None, *, as_json: bool) -> None:

@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import Json, ServerName, TargetName
+from trtpipe.pipeline.cli.options import AdapterName, Json, ServerName, TargetName
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt.")],
     server: ServerName = None,
     target: TargetName = None,
+    adapter: AdapterName = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; greedy if 0 or left out.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of likeliest tokens to sample from.")] = None,
@@ -42,7 +43,7 @@ def generate(
         "seed": seed,
     }  # fmt: skip
     check_options(SamplingParams(**sampling), max_tokens)
-    client = Client(target, server=server)
+    client = Client(target, server=server, adapter=adapter)
     text = prompt if raw else client.prompt(prompt)
     pieces = client.stream(text, max_tokens=max_tokens, stop=stop_word or (), **sampling)
     if as_json:

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.serving.servers import Served, Server
     from trtpipe.pipeline.store.store import Store
 
-lora = typer.Typer(cls=SectionedGroup, help="List, add and remove adapters of a running server.", rich_markup_mode=None)
+lora = typer.Typer(
+    cls=SectionedGroup,
+    help="List, add and remove adapters of a running server.\n\n\b\nExamples:\n"
+    "  trtpipe lora add support=adapters/support\n"
+    '  trtpipe generate "Where is my parcel?" --adapter support',
+    rich_markup_mode=None,
+)
 
 
 @lora.callback()
@@ -36,8 +42,7 @@ def list_(server: ServerName = None, target: TargetName = None, as_json: Json = 
 
     store, running, served = _served(server, target)
     found = adapters.find(store, running, served).all()
-    base = served.model_names[0]
-    rows = [(f"{base}:{one.name}", one.rank, adapters.stored_bytes(one)) for one in found]
+    rows = [(served.model_name(one.name), one.rank, adapters.stored_bytes(one)) for one in found]
     if as_json:
         console.result_json([dict(zip(("model", "rank", "bytes"), row, strict=True)) for row in rows])
     elif rows:
@@ -53,7 +58,8 @@ def add(
 ) -> None:  # fmt: skip
     """Add an adapter to a running server.
 
-    The next request can name it, as MODEL:NAME. It lasts until the server ends: `trtpipe build --lora` keeps it.
+    The next request can name it, as MODEL:NAME, or by --adapter of `generate` and `chat`. It lasts until the server
+    ends: `trtpipe build --lora` keeps it.
 
     \b
     Examples:
@@ -67,7 +73,7 @@ def add(
     ((name, folder),) = (named_folders([adapter], "") or {}).items()
     store, running, served = _served(server, target)
     placed = adapters.add(store, running, served, name, Path(folder))
-    model = f"{served.model_names[0]}:{placed.name}"
+    model = served.model_name(placed.name)
     if as_json:
         console.result_json({"model": model, "rank": placed.rank})
         return
@@ -94,9 +100,9 @@ def remove(
     store, running, served = _served(server, target)
     adapters.remove(store, running, served, name)
     if as_json:
-        console.result_json({"model": f"{served.model_names[0]}:{name}", "removed": True})
+        console.result_json({"model": served.model_name(name), "removed": True})
         return
-    console.result(f"{running.name} no longer serves {served.model_names[0]}:{name}")
+    console.result(f"{running.name} no longer serves {served.model_name(name)}")
 
 
 def _served(server: str | None, target: str | None) -> tuple[Store, Server, Served]:

@@ -119,6 +119,9 @@ ServerName = Annotated[
         "--server", help="Name of a running server; the only one if left out.", autocompletion=complete.servers
     ),
 ]
+AdapterName = Annotated[
+    str | None, typer.Option("--adapter", help="LoRA adapter to answer with, of `trtpipe lora list`.")
+]
 TargetName = Annotated[str | None, typer.Option("--target", help="Target of that server, where it has several.")]
 
 

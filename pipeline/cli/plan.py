@@ -53,6 +53,16 @@ def plan(
     acceptance: Annotated[
         float | None, typer.Option(help="Share of draft tokens that is accepted, for --what-if: 0.45, say.")
     ] = None,
+    disaggregated: Annotated[
+        int | None,
+        typer.Option(
+            metavar="GPUS", help="Rank splits of up to so many GPUs into engines for prompts and engines for answers."
+        ),
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(help="LoRA adapters that are in the GPU's memory at once; none if left out.")
+    ] = None,
+    adapter_rank: Annotated[int, typer.Option(help="Rank of those adapters.")] = 16,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
@@ -78,6 +88,7 @@ def plan(
     from trtpipe.pipeline.api.plan import plan as advise
     from trtpipe.pipeline.cli import console, console_plan
     from trtpipe.pipeline.cli.config import read_config
+    from trtpipe.pipeline.planner.disaggregation import disaggregate
     from trtpipe.pipeline.planner.whatif import what_ifs
 
     if table := against or calibrate:
@@ -94,16 +105,18 @@ def plan(
         tp=[_whole(one) for one in _list(tp or "")], runtime=runtime, load=load,
         input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
         price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
+        adapters=adapters, adapter_rank=adapter_rank,
     )  # fmt: skip
     best = advice.candidates[0].option
     if acceptance is not None and not what_if:
         raise UsageError("--acceptance is for --what-if", remedy="give both")
     changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
+    splits = disaggregate(advice, disaggregated) if disaggregated is not None and best is not None else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 
-        write(advice, changes, page)
-    console_plan.advice(advice, changes, explain=explain, as_json=as_json)
+        write(advice, changes, splits, page)
+    console_plan.advice(advice, changes, splits, explain=explain, as_json=as_json)
     if all(one.best is None for one in advice.candidates):
         raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
     if notice := load_backend(runtime).NOTICE:

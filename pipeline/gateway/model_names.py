@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from trtpipe.engines.adapters import AdapterFolder, InstalledAdapter
 from trtpipe.engines.errors import UsageError
@@ -21,11 +21,11 @@ def adapter_model_name(model: str, adapter: str) -> str:
     return f"{model}{SEPARATOR}{adapter}"
 
 
-def require_free(options: GatewayOptions, models: tuple[str, ...], adapter: str) -> None:
-    """Raises UsageError where another model has the name that an adapter of `models` would get."""
+def require_free(taken: Collection[str], models: tuple[str, ...], adapter: str) -> None:
+    """Raises UsageError where one of the models' names, `taken`, is the name that an adapter of `models` would get."""
     for model in models:
         name = adapter_model_name(model, adapter)
-        if options.find(name) is not None:
+        if name in taken:
             raise UsageError(
                 f"the name {name} is that of a model, and of {model} with the adapter {adapter}",
                 remedy="give one of them another name",

@@ -24,7 +24,9 @@ from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.predict import Option, Prediction, quantization
+from trtpipe.pipeline.planner.preparation import Preparation, Took, preparation
 
 TPS = (1, 2, 4, 8)
 # A stand-in for any GPU: the CPU runtime supports every recipe.
@@ -55,6 +57,8 @@ class Question:
     prices      price of one GPU per hour, by GPU name; overrides the GPU's file
     stored      quantization that the model's files have already
     release     release of TensorRT-LLM whose speed is predicted; None: the newest that is known
+    took        stages that ran on this machine
+    adapters    LoRA adapters that are in the GPU's memory at once
     """
 
     model: str
@@ -71,6 +75,8 @@ class Question:
     prices: dict[str, float] | None = None
     stored: Stored | None = None
     release: str | None = None
+    took: tuple[Took, ...] = ()
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < math.inf:
@@ -99,6 +105,7 @@ class Candidate:
     cost              price of a million output tokens at `best`, where the price is known
     single_cost       likewise for a single client
     replicas          engines needed for the requested rate
+    preparation       what getting to the first engine takes
     """
 
     gpu: GpuSpec
@@ -111,6 +118,7 @@ class Candidate:
     single: Prediction | None = None
     price: float | None = None
     replicas: int | None = None
+    preparation: Preparation | None = None
 
     @property
     def name(self) -> str:
@@ -174,6 +182,7 @@ class Candidate:
             "cost_per_million_output_tokens_one_client": self.single_cost,
             "engines": self.replicas,
             "gpus": self.gpus,
+            "preparation": self.preparation and self.preparation.to_json(),
         }
 
 
@@ -186,6 +195,12 @@ class Advice:
     candidates: tuple[Candidate, ...]
     priced: bool
     remarks: tuple[str, ...]
+
+    @property
+    def getting_there(self) -> tuple[str, ...]:
+        """What the best option takes before it serves, in a sentence; nothing where no option can serve."""
+        best = self.candidates[0]
+        return () if best.preparation is None else (f"getting to {best.name} takes {best.preparation.describe()}",)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -268,7 +283,7 @@ def _candidate(
         return Candidate(gpu=gpu, dtype=precision.name, tp=tp, reason=reason)
 
     try:
-        option = Option.make(question.shape, gpu, precision, tp, lengths, how)
+        option = Option.make(question.shape, gpu, precision, tp, lengths, how, adapters=question.adapters)
         option.require_fit(lengths.longest)
     except UsageError as error:
         return without(str(error))
@@ -285,10 +300,15 @@ def _candidate(
             reason="too slow as soon as two requests meet",
         )  # fmt: skip
     rate, best = found
+    price = question.price(gpu)
+    getting_there = preparation(
+        option, question.runtime, stored=question.stored is not None, hourly=None if price is None else price * tp,
+        took=question.took,
+    )  # fmt: skip
     return Candidate(
         gpu=gpu, dtype=precision.name, tp=tp, option=option, rate=rate, best=best, single=single,
         price=question.price(gpu), replicas=None if question.rate is None else math.ceil(question.rate / rate),
-        reason=_reason(option, best, precision),
+        reason=_reason(option, best, precision), preparation=getting_there,
     )  # fmt: skip
 
 
@@ -404,6 +424,7 @@ def memory_json(option: Option) -> dict[str, Any]:
         "weight_bytes": memory.weights,
         "activation_bytes": memory.activations,
         "buffer_bytes": memory.buffers,
+        "adapter_bytes": memory.adapters,
         "kv_pool_bytes": memory.kv_pool,
         "kv_bytes_per_token": memory.kv_token,
         "kv_bytes_per_token_if_every_head_had_its_own": every_head(option),

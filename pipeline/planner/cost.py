@@ -13,9 +13,10 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
                 products: passes over T x (hidden + MLP features + heads' features) values of 16 bits. Below 2,000
                 tokens of prompt they are most of its attention
     head        product with the vocabulary, for the sequences that get a token
-    all-reduce  two per layer: a latency, and 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link. One covers all
-                experts, however the ranks divide them. Over NVLink the latency is that of a one-shot kernel; over PCIe
-                it grows with the number of GPUs
+    all-reduce  two per layer, of T x hidden x 2 bytes; one covers all experts, however the ranks divide them. Over
+                NVLink TensorRT-LLM and vLLM take the shorter of two: one shot, in which a GPU reads the values of all
+                others, (tp - 1) x bytes; or a ring, 2 x (tp - 1) / tp x bytes after a longer start. Over PCIe a ring,
+                whose start grows with the number of GPUs
     overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
@@ -108,8 +109,9 @@ class StepCost:
     """Step cost of one engine on one kind of GPU. Made by `of`. Takes numbers or numpy arrays.
 
     Seconds: of a token's products and reading all weights, of the experts, of a unit of the prompts' attention, of a
-    cached token, of a token's elementwise passes and all-reduces, of a sequence's row of the head and reading the head,
-    of a sequence besides, and of a step whatever it computes.
+    cached token, of a token's elementwise passes, of a step's all-reduces and a token's part of them, in one shot and
+    as a ring, of a sequence's row of the head and reading the head, of a sequence besides, and of a step whatever it
+    computes.
     """
 
     counts: Counts
@@ -123,8 +125,10 @@ class StepCost:
     elementwise_s: float
     head_row_s: float
     head_s: float
-    sent_s: float
-    allreduce_s: float
+    shot_s: float
+    shot_token_s: float
+    ring_s: float
+    ring_token_s: float
     request_s: float
     fixed_s: float
 
@@ -153,7 +157,7 @@ class StepCost:
             cache=step.cached * self.cached_s,
             elementwise=tokens * self.elementwise_s,
             head=self._roof(step.logits * self.head_row_s, self.head_s),
-            allreduce=self.allreduce_s + tokens * self.sent_s,
+            allreduce=self._allreduce(tokens),
             overhead=self.fixed_s + self.request_s * step.logits,
         )
 
@@ -169,6 +173,10 @@ class StepCost:
     def with_kv_share(self, share: float) -> StepCost:
         """The same cost with a KV cache that is read at `share` of the speed."""
         return replace(self, cached_s=self.cached_s / share)
+
+    def _allreduce(self, tokens: Any) -> Any:
+        shot, ring = self.shot_s + tokens * self.shot_token_s, self.ring_s + tokens * self.ring_token_s
+        return (shot + ring - abs(shot - ring)) / 2  # the less, also of arrays
 
     def _roof(self, compute: Any, memory: Any) -> Any:
         power = self.efficiency.sharpness
@@ -227,11 +235,8 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
     cached = counts.token_bytes / (bandwidth * how.kv)
     if counts.values:
         cached = max(cached, counts.values / (flops16 * how.own_heads))
-    allreduce = sent = 0.0
-    link, latency = link_of(gpu, tp, how)
-    if tp > 1:
-        allreduce = 2 * layers * latency
-        sent = 2 * layers * 2 * (tp - 1) / tp * counts.hidden * 2 / link * slower
+    reduce, number = all_reduce(gpu, tp, how), 2 * layers
+    sent = number * counts.hidden * 2 * slower
     return StepCost(
         counts=counts, gpu=gpu, efficiency=how,
         token_s=2 * counts.parameters / (how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)) * slower,
@@ -242,23 +247,43 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         elementwise_s=layers * (counts.hidden + counts.wide) * 2 * how.elementwise / bandwidth * slower,
         head_row_s=2 * counts.head_parameters / (flops16 * how.product(gpu.sm, counts.kind16)) * slower,
         head_s=counts.head_bytes / reading,
-        sent_s=sent,
-        allreduce_s=allreduce,
+        shot_s=number * reduce.shot_s,
+        shot_token_s=sent * reduce.shot_byte_s,
+        ring_s=number * reduce.ring_s,
+        ring_token_s=sent * reduce.ring_byte_s,
         request_s=how.request_s * slower,
         fixed_s=how.step_s + how.layer_s * layers,
     )  # fmt: skip
 
 
-def link_of(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> tuple[float, float]:
-    """Bytes per second of an all-reduce over tp GPUs, in one direction, and its latency in seconds.
+class AllReduce(NamedTuple):
+    """Seconds of an all-reduce in one shot and as a ring: its start, and a byte of what each GPU has."""
 
-    A bridge over two cards is not part of a card: it counts where `trtpipe probe` measured it.
-    Raises UsageError where there is no link.
+    shot_s: float
+    shot_byte_s: float
+    ring_s: float
+    ring_byte_s: float
+
+    def seconds(self, size: float) -> float:
+        """Of `size` bytes on each GPU."""
+        return min(self.shot_s + size * self.shot_byte_s, self.ring_s + size * self.ring_byte_s)
+
+
+def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
+    """All-reduce over tp GPUs. A bridge over two cards is not part of a card: it counts where `trtpipe probe` measured
+    it. Raises UsageError where there is no link.
     """
     gpu.require_ranks(tp)
     if tp == 1:
-        return 1.0, 0.0
+        return AllReduce(0.0, 0.0, 0.0, 0.0)
+    passes = 2 * (tp - 1) / tp
     bridged = gpu.measured is not None and gpu.measured.nvlink_gbs is not None
     if gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or (bridged and tp <= gpu.nvlink_gpus)):
-        return efficiency.nvlink_bandwidth(gpu) * efficiency.nvlink, efficiency.allreduce_s
-    return gpu.require("pcie_gbs") * efficiency.pcie_share(tp) * 1e9, efficiency.allreduce_s * tp
+        link = efficiency.nvlink_bandwidth(gpu)
+        return AllReduce(
+            efficiency.allreduce_s, (tp - 1) / (link * efficiency.one_shot),
+            efficiency.ring_s, passes / (link * efficiency.nvlink),
+        )  # fmt: skip
+    start = efficiency.ring_s * tp / 2
+    each = passes / (gpu.require("pcie_gbs") * efficiency.pcie_share(tp) * 1e9)
+    return AllReduce(start, each, start, each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,19 @@ class Demand:
         clients = list(self._clients(generator((SEED, 1))))
         self.turns = sum(map(len, clients)) / len(clients)
         self._pool = [request for client in clients for request in client]
+
+    def prompts(self) -> Demand:
+        """The same clients, of whose answers only the first token is asked."""
+        return self._with([one._replace(output=1) for one in self._pool])
+
+    def answers(self) -> Demand:
+        """The same clients, whose prompts are in the KV cache already, all but the last token."""
+        return self._with([one._replace(reused=one.input - 1) for one in self._pool])
+
+    def _with(self, pool: list[Asked]) -> Demand:
+        made = copy.copy(self)
+        made._pool = pool
+        return made
 
     def requests(self, rate: float, count: int = REQUESTS) -> list[Asked]:
         """`count` requests of clients that begin at `rate` per second."""

@@ -29,16 +29,18 @@ class Efficiency:
     own_heads      8-bit values of a KV cache without grouped queries that are read, for each FP16 operation
     sharpness      exponent of the norm that joins compute and bandwidth time of a product: 1 adds them, infinity takes
                    the larger
-    nvlink         share of the link's bandwidth in an all-reduce
-    pcie           the same over PCIe, by number of GPUs: a guess where nothing was measured, since it depends on the
-                   host's switches and sockets
+    allreduce_s    seconds of a one-shot all-reduce over NVLink besides its bytes
+    one_shot       share of the link's bandwidth at which a one-shot all-reduce reads
+    ring_s         seconds of a ring all-reduce of two GPUs besides its bytes
+    nvlink         share of the link's bandwidth in a ring all-reduce
 
     Fitted to published runs:
+    pcie           share of PCIe's bandwidth in an all-reduce, by number of GPUs: a guess where nothing was measured,
+                   since it depends on the host's switches and sockets
     elementwise    number of passes over a token's activations between products
     step_s         seconds of a step besides its layers
     layer_s        seconds of a layer besides its work: kernels start and end
     request_s      seconds of a step for each sequence in it: sampling and bookkeeping
-    allreduce_s    seconds of an all-reduce besides its bytes: its kernel, and waiting for the slowest GPU
     front_s        seconds from a client to the engine and back, once per request
     slower         factor on a step of this release
     ahead          1 where a step is put together while the one before runs, else 0
@@ -56,6 +58,8 @@ class Efficiency:
     kv: float
     own_heads: float
     sharpness: float
+    one_shot: float
+    ring_s: float
     nvlink: float
     pcie: dict[int, float]
     elementwise: float

@@ -19,13 +19,37 @@ from trtpipe.pipeline.planner.efficiency import Efficiency
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """LoRA adapters in the GPU's memory at once, of all linears of a layer, in 16 bits. Raises UsageError."""
+
+    number: int
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("number", "rank"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"the {name} of adapters is {getattr(self, name)}", remedy="give 1 or more")
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        """Parameters of all adapters on one of `tp` GPUs: one of a linear's two factors is divided, as its weights are,
+        the other is on every GPU."""
+        hidden, head = model.hidden_size, model.head_size
+        queries, keys = model.num_attention_heads * head, max(model.num_key_value_heads, tp) * head
+        wide = mlp_width(model)
+        # Q, K, V, gate and up have their outputs divided; the attention's and the MLP's last have their inputs.
+        features = 5 * hidden + (queries + 2 * keys + 2 * wide) // tp + (queries + wide) // tp + 2 * hidden
+        return self.number * self.rank * model.num_hidden_layers * features
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes an engine is built for and served with, under trtllm-build's and Triton's names."""
+    """Sizes an engine is built for and served with, under trtllm-build's and Triton's names, and its adapters."""
 
     max_batch_size: int
     max_num_tokens: int
     tokens_per_block: int = 32
     kv_cache_free_gpu_mem_fraction: float = 0.9
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +61,7 @@ class Memory:
     weights      weights of the largest rank
     activations  activations of one step of max_num_tokens
     buffers      logits and decoder state of max_batch_size requests
+    adapters     LoRA adapters
     kv_pool      part of the remaining memory that the KV cache takes, in whole blocks
     kv_token     KV cache of one token
     """
@@ -46,6 +71,7 @@ class Memory:
     weights: int
     activations: int
     buffers: int
+    adapters: int
     kv_pool: int
     kv_token: int
     tokens_per_block: int
@@ -53,7 +79,7 @@ class Memory:
     @property
     def free(self) -> int:
         """Bytes left for the KV cache before its fraction is taken; where this is negative, nothing fits."""
-        return self.total - self.runtime - self.weights - self.activations - self.buffers
+        return self.total - self.runtime - self.weights - self.activations - self.buffers - self.adapters
 
     @property
     def kv_tokens(self) -> int:
@@ -118,12 +144,13 @@ def memory(
     buffers = limits.max_batch_size * model.vocab_size * 4
     runtime = round(efficiency.runtime_gib * 2**30)
     token = kv_token_bytes(model, dtype, mapping, quantization)
-    free = total - runtime - weights - activations - buffers
+    adapters = 0 if limits.adapters is None else 2 * limits.adapters.parameters(model, tp)
+    free = total - runtime - weights - activations - buffers - adapters
     block = token * limits.tokens_per_block
     pool = max(0, int(limits.kv_cache_free_gpu_mem_fraction * free)) // block * block
     return Memory(
-        total=total, runtime=runtime, weights=weights, activations=activations, buffers=buffers, kv_pool=pool,
-        kv_token=token, tokens_per_block=limits.tokens_per_block,
+        total=total, runtime=runtime, weights=weights, activations=activations, buffers=buffers,
+        adapters=adapters, kv_pool=pool, kv_token=token, tokens_per_block=limits.tokens_per_block,
     )  # fmt: skip
 
 

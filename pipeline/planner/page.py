@@ -13,6 +13,7 @@ from trtpipe.pipeline.pages.parts import UNKNOWN, Card, Cell, Finding, Page, Row
 from trtpipe.pipeline.pages.plots import Figure
 from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice, Candidate
+from trtpipe.pipeline.planner.disaggregation import Split
 from trtpipe.pipeline.planner.whatif import WhatIf
 from trtpipe.pipeline.store.folders import write_whole
 
@@ -35,11 +36,13 @@ READING = (
 )
 
 
-def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
+def write(found: Advice, changes: Sequence[WhatIf], splits: Sequence[Split], file: Path) -> None:
     """Write the page. Raises HostError."""
     made = [tables.options(found), tables.memory(found), tables.refusals(found)]
     if changes:
         made.append(tables.changes(found.candidates[0].name, changes))
+    if splits:
+        made.append(tables.splits(found, splits))
     page = Page(
         kind="Plan", title=f"Plan for {found.question.model}", about=sentence(tables.load(found)),
         cards=list(_cards(found)), findings=list(_findings(found)),
@@ -80,7 +83,7 @@ def _findings(found: Advice) -> Iterator[Finding]:
     able = sum(one.best is not None for one in found.candidates)
     asked = " within the objectives" if found.question.objectives else ""
     yield Finding(text=f"{able} of {len(found.candidates)} options can serve this load{asked}.", good=able > 0)
-    for remark in found.remarks:
+    for remark in (*found.remarks, *found.getting_there):
         yield Finding(text=sentence(remark))
     yield Finding(text=PREDICTED)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from trtpipe.pipeline.planner.cost import Parts, Step, StepCost
 from trtpipe.pipeline.planner.demand import REQUESTS, Demand, Follow
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
-from trtpipe.pipeline.planner.memory import Limits, Memory, memory
+from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory
 from trtpipe.pipeline.planner.scheduler import Asked, Places, Timeline, simulate
 from trtpipe.pipeline.planner.sizes import sizes
 
@@ -62,16 +62,23 @@ class Option:
         limits: Limits | None = None,
         *,
         chunked: bool = True,
+        adapters: Adapters | None = None,
     ) -> Option:
-        """Make an option with `limits`, or with sizes that suit `lengths`. Raises UsageError for an impossible one."""
+        """Make an option with `limits`, or with sizes that suit `lengths` and `adapters`. Raises UsageError for an
+        impossible one."""
         made = quantization(precision)
         mapping = Mapping(tp_size=tp)
-        chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths, efficiency)
-        found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
-        return cls(
-            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
-            cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency), chunked=chunked,
+        chosen = limits or sizes(
+            model, precision.dtype, mapping, made, gpu, lengths, efficiency, adapters=adapters
         )  # fmt: skip
+        found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
+        cost = StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency)
+        if found.adapters:  # read in each step
+            reading = found.adapters / (efficiency.bandwidth(gpu) * efficiency.weights)
+            cost = replace(cost, fixed_s=cost.fixed_s + reading)
+        return cls(
+            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found, cost=cost, chunked=chunked
+        )
 
     @property
     def confidence(self) -> tuple[dict[str, float], bool]:

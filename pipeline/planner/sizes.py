@@ -10,7 +10,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
-from trtpipe.pipeline.planner.memory import Limits, memory
+from trtpipe.pipeline.planner.memory import Adapters, Limits, memory
 
 # Largest batch: beyond it, throughput gains less than the memory of the logits costs.
 MOST_BATCH = 2048
@@ -29,12 +29,13 @@ def sizes(
     *,
     max_num_tokens: int = MAX_NUM_TOKENS,
     max_batch_size: int | None = None,
+    adapters: Adapters | None = None,
 ) -> Limits:
     """Sizes for sequences of `lengths`: as many sequences of mean length as the KV cache holds, and a few more, as
     trtllm-bench does, at least 1 although `Memory.shortage` may say that none fits; a step of `max_num_tokens`, or of a
     full batch. `max_batch_size` is a batch that is given. Raises UsageError for an impossible mapping.
     """
-    least = Limits(max_batch_size=64, max_num_tokens=max_num_tokens)
+    least = Limits(max_batch_size=64, max_num_tokens=max_num_tokens, adapters=adapters)
     held = memory(model, dtype, mapping, quantization, gpu, least, efficiency).batch(lengths.mean)
     batch = max_batch_size or rounded(min(MOST_BATCH, held))
     tokens = max(batch, min(max_num_tokens, batch * lengths.longest))

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 
 from trtpipe.pipeline.planner.advice import Advice, Candidate, every_head
+from trtpipe.pipeline.planner.disaggregation import Split
 from trtpipe.pipeline.planner.whatif import WhatIf
+
+# Most splits that are shown.
+SPLITS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +46,13 @@ def options(found: Advice) -> Table:
 def memory(found: Advice) -> Table:
     """Use of each option's memory in GiB, and the capacity of the rest."""
     rows: list[list[str | None]] = []
+    adapted = found.question.adapters is not None
     for one in found.candidates:
         if one.option is None:
             continue
         of, batch = one.option.memory, one.option.limits.max_batch_size
-        parts = (of.total, of.weights, of.activations, of.buffers, of.runtime, of.kv_pool)
+        parts = [of.total, of.weights, of.activations, of.buffers, of.runtime, of.kv_pool]
+        parts += [of.adapters] if adapted else []
         every = every_head(one.option)
         rows.append(
             [
@@ -54,7 +60,8 @@ def memory(found: Advice) -> Table:
                 f"{of.kv_blocks:,}", f"{of.batch(found.lengths.longest):,}", f"{of.context(batch):,}", str(batch),
             ]
         )  # fmt: skip
-    columns = ["option", "GiB", "weights", "activations", "buffers", "runtime", "KV pool", "KV bytes a token"]
+    columns = ["option", "GiB", "weights", "activations", "buffers", "runtime", "KV pool"]
+    columns += (["adapters"] if adapted else []) + ["KV bytes a token"]
     columns += ["without GQA", "blocks", f"at once of {found.lengths.longest}", "longest at the batch", "of"]
     return Table(title="memory of each GPU", columns=columns, rows=rows, worded=False)
 
@@ -74,6 +81,24 @@ def changes(of: str, found: Sequence[WhatIf]) -> Table:
     ]  # fmt: skip
     columns = ["change", "KV tokens", "TTFT alone", "TPOT alone", "tokens/s when full", ""]
     return Table(title=f"what if, of {of}", columns=columns, rows=rows)
+
+
+def splits(found: Advice, made: Sequence[Split]) -> Table:
+    """The best splits, and the best engine that is not split."""
+    kept = list(made[:SPLITS])
+    kept += [one for one in made if not one.answers][:1] if all(one.answers for one in kept) else []
+    rows: list[list[str | None]] = [
+        [
+            one.name, str(one.gpus), f"{one.rate:.3g}", f"{one.per_gpu:.3g}",
+            f"{one.transfer_ms:.1f}" if one.answers else None,
+        ]
+        for one in kept
+    ]  # fmt: skip
+    best = found.candidates[0]
+    return Table(
+        title=f"split between prompts and answers, of {best.gpu.name} {best.dtype}",
+        columns=["engines", "GPUs", "clients/s", "a GPU", "transfer ms"], rows=rows, worded=False,
+    )  # fmt: skip
 
 
 def _option(one: Candidate, found: Advice) -> list[str | None]:

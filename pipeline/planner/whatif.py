@@ -7,6 +7,7 @@ chunked context   without it a prompt is computed in one step, for which decodin
 KV reuse          half of the requests find half of their prompt in the cache
 streaming window  attention over the last 1024 tokens and the first few
 speculation       draft tokens of prompt lookup, which cost nothing to make, at a given share of them that is accepted
+adapters          LoRA adapters in the GPU's memory, which takes room from the KV cache, and is read in each step
 host's memory     KV cache that the GPU has no room for comes back over PCIe, instead of being computed again
 multi-block       without it few multiprocessors read a sequence's cache, which matters at small batches
 """
@@ -28,11 +29,14 @@ from trtpipe.pipeline.bench.load.work import SharedPrefix
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.predict import Option, quantization
 
 WINDOW = 1024
 # Draft tokens of a step, and the share of them that is accepted where none has been measured.
 DRAFTS, ACCEPTANCE = 4, 0.5
+# LoRA adapters that are served at once.
+ADAPTERS = Adapters(number=8, rank=16)
 # KV cache in the host's memory, in GiB.
 HOST_GIB = 64
 # Share of PCIe's data-sheet rate that a copy from the host's memory reaches: 55.5 of 64 GB/s on an H200, by `probe`.
@@ -112,6 +116,10 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
             f"{1 + DRAFTS * share:.1f} tokens a step: {'an assumed' if acceptance is None else 'the given'} "
             f"{100 * share:.0f} % of the drafts are accepted",
         ),
+        against(
+            f"{ADAPTERS.number} LoRA adapters of rank {ADAPTERS.rank}", lambda: (_adapted(option, lengths), demand),
+            "read in each step; the kernels that apply them are not in these figures",
+        ),
         in_host_memory(option, lengths, now),
         unsplit(option, demand, now[1]),
     ]  # fmt: skip
@@ -171,11 +179,19 @@ def _figures(option: Option, demand: Demand) -> tuple[float, float, float]:
     return float(np.median(single.ttft)), float(np.median(single.tpot)), full.tokens_per_s
 
 
+def _adapted(option: Option, lengths: Lengths) -> Option:
+    return Option.make(
+        option.model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked,
+        adapters=ADAPTERS,
+    )  # fmt: skip
+
+
 def _ungrouped(option: Option, lengths: Lengths) -> Option:
     model = replace(option.model, num_key_value_heads=option.model.num_attention_heads)
     return Option.make(
-        model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked
-    )
+        model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked,
+        adapters=option.limits.adapters,
+    )  # fmt: skip
 
 
 def _recipes(option: Option) -> list[tuple[str, str | None]]:
@@ -204,7 +220,10 @@ def _named(name: str, cache: str | None) -> str:
 
 def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
     precision = _precision(option, name, cache)
-    made = Option.make(option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency)
+    made = Option.make(
+        option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency,
+        adapters=option.limits.adapters,
+    )  # fmt: skip
     return made, demand
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.registry.base import Registry
 
+# An address of each form; one of another scheme is like S3's.
+EXAMPLES = {"oci": "oci://registry.example/team/engines", "hf": "hf://owner/name", "file": "file:///folder"}
+
 
 def open_registry(url: str) -> Registry:
     """Raises UsageError for a URL of no known form, HostError for what is not installed or not reachable."""
@@ -19,7 +22,9 @@ def open_registry(url: str) -> Registry:
 
         return FileRegistry.open(Path(url).absolute().as_uri(), url)
     if not rest.strip("/"):
-        raise UsageError(f"{url} names no place", remedy="give for example s3://bucket/prefix")
+        raise UsageError(
+            f"{url} names no place", remedy=f"give for example {EXAMPLES.get(scheme, f'{scheme}://bucket/prefix')}"
+        )
     if scheme == "oci":
         from trtpipe.pipeline.registry.oci import OciRegistry
 

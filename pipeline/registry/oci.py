@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from trtpipe.configs.home import default_home
-from trtpipe.engines.errors import HostError, InputDataError, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, kind_of
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES
 from trtpipe.pipeline.registry.base import (
@@ -202,7 +202,7 @@ def _object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError for anything else."""
     value = parse_json(text, max_bytes=MAX_ANSWER_BYTES)
     if not isinstance(value, dict):
-        raise ValueError(f"it is a {type(value).__name__}, not an object")
+        raise ValueError(f"it is {kind_of(value)}, not an object")
     return value
 
 

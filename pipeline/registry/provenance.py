@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe import __version__
-from trtpipe.engines.errors import ArtefactRefused, InputDataError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, kind_of
 from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.registry.signatures import PAYLOAD_TYPE, sign_statement
 from trtpipe.pipeline.run_folder import RunFolder
@@ -283,5 +283,5 @@ def unwrapped(told: Any) -> Statement:
     except (KeyError, TypeError, ValueError) as error:
         raise InputDataError("the provenance is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
     if not isinstance(found, dict):
-        raise InputDataError("this is not provenance of trtpipe", why=f"it is a {type(found).__name__}")
+        raise InputDataError("this is not provenance of trtpipe", why=f"it is {kind_of(found)}")
     return found

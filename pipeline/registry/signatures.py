@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError
+from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, kind_of
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.json_input import parse_json, read_bounded
 
@@ -56,7 +56,7 @@ def verify_envelope(envelope: bytes, keys: Sequence[Path]) -> Statement:
     except ValueError as error:
         raise InputDataError("the signed statement is not JSON", why=str(error)) from None
     if not isinstance(statement, dict):
-        raise InputDataError(f"the signed statement is a {type(statement).__name__}, not an object")
+        raise InputDataError(f"the signed statement is {kind_of(statement)}, not an object")
     return statement
 
 

@@ -122,14 +122,15 @@ def stream(
 
 
 def stream_openai(
-    url: str, prompt: str, sampling: SamplingParams, *, model: str, max_tokens: int, stop_words: Sequence[str] = ()
-) -> Iterator[str]:
-    """As `stream`, from the OpenAI-compatible server of a runtime."""
+    url: str, prompt: str, sampling: SamplingParams, *,
+    model: str, max_tokens: int, stop_words: Sequence[str] = (), key: str | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """As `stream`, from an OpenAI-compatible server: a gateway, or that of a runtime."""
     values = {name: value for name, value in _values(sampling, max_tokens).items() if value is not None}
     if sampling.temperature is None and sampling.top_k is None and sampling.top_p is None:
         values["temperature"] = 0.0  # its default is not greedy
     body = {"model": model, "prompt": prompt, "stop": list(stop_words), **values}
-    for event in events(url, "/v1/completions", body):
+    for event in events(url, "/v1/completions", body, key):
         yield from (choice["text"] for choice in event["choices"])
 
 

@@ -45,6 +45,10 @@ class Served:
     def model_names(self) -> tuple[str, ...]:
         return self.names or (self.name,)
 
+    def model_name(self, adapter: str | None = None) -> str:
+        """Name of the model at the gateway, alone or with one of its adapters."""
+        return self.model_names[0] if adapter is None else f"{self.model_names[0]}:{adapter}"
+
     @property
     def tokenizer(self) -> Path:
         return tokenizer_folder(self.repository)

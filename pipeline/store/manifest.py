@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trtpipe.engines.errors import kind_of
 from trtpipe.engines.json_input import load_json
 
 # Increased when the layout of artefacts or of this record changes: older artefacts then count as missing.
@@ -141,7 +142,7 @@ def _require(holder: Any, **kinds: type | tuple[type, ...]) -> None:
     for name, kind in kinds.items():
         value = getattr(holder, name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"its {name} is a {type(value).__name__}")
+            raise TypeError(f"its {name} is {kind_of(value)}")
 
 
 def _require_texts(holder: Any, name: str) -> None:

@@ -14,7 +14,7 @@ from tests.attacks.targets import TARGETS
 from tests.attacks.world import World
 
 pytestmark = pytest.mark.process
-QUICK = 15
+QUICK = 8
 SLOW = 1000
 NAMES = [name for name, target in TARGETS.items() if not target.alone]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ import pytest
 from tests.e2e.conftest import ACTIVE, Cli, Served, until
 from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
-from trtpipe.engines.adapters import FOLDER, AdapterFolder
+from trtpipe.engines.adapters import FOLDER, INFO, AdapterFolder
 from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.hf.adapter import WEIGHTS
 from trtpipe.engines.reference.runtime import Runtime
 
 pytestmark = pytest.mark.real
@@ -111,6 +113,52 @@ def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_pat
     assert front.models() == [TARGET, names["first"]]
 
 
+def test_a_client_of_the_base_model_is_not_touched(front: Front, cli: Cli, tmp_path: Path) -> None:
+    """Two adds of one name, an adapter that is damaged on the disk, and a removal, while every place is taken."""
+    folders = [write_adapter(tmp_path / str(seed), front.model, seed=seed, size=3) for seed in (7, 8)]
+    placed = cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER
+    before, over = front.text(TARGET), threading.Event()
+
+    def keep_asking() -> list[str]:
+        said = []
+        while not over.is_set():
+            said.append(front.text(TARGET))
+        return said
+
+    with ThreadPoolExecutor(6) as pool:
+        clients = [pool.submit(keep_asking) for _ in range(4)]
+        try:
+            added = list(pool.map(lambda folder: cli.run("lora", "add", f"both={folder}", *HERE), folders))
+            assert front.text(f"{TARGET}:both") != before
+            shutil.copytree(next(one.path for one in AdapterFolder(placed).all() if one.name == "both"), placed / "77")
+            (placed / "77" / INFO).write_text(json.dumps({"name": "damaged", "rank": 4}))
+            weights = placed / "77" / WEIGHTS
+            content = weights.read_bytes()[:-8]
+            weights.unlink()
+            weights.write_bytes(content)
+            damaged = front.ask(f"{TARGET}:damaged")
+            shutil.rmtree(placed / "77")
+            cli.ok("lora", "remove", "both", *HERE)
+        finally:
+            over.set()
+        answers = [said for client in clients for said in client.result()]
+    first, second = sorted(added, key=lambda done: done.status)
+    assert (first.status, second.status, "has an adapter 'both' already" in second.err) == (0, 2, True), second.err
+    error = damaged.json()["error"]
+    assert (damaged.status_code, error["type"]) == (500, "server_error"), damaged.text  # the file is the server's
+    assert "the adapter damaged does not load" in error["message"]
+    assert len(answers) > 4
+    assert set(answers) == {before}
+
+
+def test_names_that_are_not_served(front: Front) -> None:
+    for adapter in (":", ":../first", ":first/", ":first:first", ":FIRST", ":" + "a" * 70):
+        answer = front.ask(TARGET + adapter)
+        error = answer.json()["error"]
+        found = answer.status_code, error["type"], error["code"], error["param"]
+        assert found == (404, "invalid_request_error", "model_not_found", "model"), answer.text
+
+
 def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> None:
     cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}", *HERE)
     before = front.text(f"{TARGET}:kept")
@@ -123,7 +171,13 @@ def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> 
 def test_what_is_refused(front: Front, cli: Cli, tmp_path: Path) -> None:
     wide = write_adapter(tmp_path / "wide", front.model, rank=16)
     other = write_adapter(tmp_path / "other", hf_folder(tmp_path / "model", hidden_size=64, tokenizer=False))
+    pickled = write_adapter(tmp_path / "pickled", front.model)
+    (pickled / WEIGHTS).rename(pickled / "adapter_model.bin")
+    large = write_adapter(tmp_path / "large", front.model, lora_alpha=1e41)
     for words, status, told in (
+        (("add", f"x={pickled}"), 3, "has its weights only as a pickle (adapter_model.bin)"),
+        (("add", f"x={large}"), 3, "holds numbers that are not finite"),
+        (("add", f"../x={wide}"), 2, "cannot be the name of an adapter"),
         (("add", f"first={wide}"), 2, "has rank 16, the engine takes 8"),
         (("add", f"x={other}"), 3, "is of another model"),
         (("add", "x=nowhere"), 2, "there is no such folder"),

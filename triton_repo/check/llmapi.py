@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, kind_of
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
@@ -88,7 +88,7 @@ def _read(path: Path, report: Report) -> dict[str, Any] | None:
     else:
         if isinstance(value, dict):
             return value
-        report.error("llmapi-settings", path, f"holds a {type(value).__name__}, not a mapping")
+        report.error("llmapi-settings", path, f"holds {kind_of(value)}, not a mapping")
     return None
 
 

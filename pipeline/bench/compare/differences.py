@@ -20,7 +20,7 @@ _LONGEST = 100
 # Most characters of a dotted name: each value under it has its own copy.
 LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
-UNTOLD = "does not say"
+UNTOLD = "has no entry"
 
 
 def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, kind_of
 from trtpipe.engines.json_input import bounded_lines, parse_json, read_bounded
 
 # Another tool's result may hold a number for each token of every request: 6 million take 250 MB of memory.
@@ -34,7 +34,7 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
         raise InputDataError(f"{file} is empty", remedy="measure again")
     for value in found:
         if not isinstance(value, dict):
-            raise InputDataError(f"{file} is not a result", why=f"it holds a {type(value).__name__}, not an object")
+            raise InputDataError(f"{file} is not a result", why=f"it holds {kind_of(value)}, not an object")
     return [_known(value) for value in found] if b"NaN" in data or b"Infinity" in data else found
 
 
@@ -49,7 +49,7 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError as error:
                 raise InputDataError(f"{where} is not a JSON object", why=str(error), remedy=remedy) from None
             if not isinstance(value, dict):
-                why = f"it holds a {type(value).__name__}"
+                why = f"it holds {kind_of(value)}"
                 raise InputDataError(f"{where} is not a JSON object", why=why, remedy=remedy)
             yield where, value
     except OSError as error:

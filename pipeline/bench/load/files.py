@@ -115,6 +115,10 @@ def parse_loads(
         raise error(
             f"{where}: {key} is a list of {len(data[key]):,}", remedy=f"give at most {MOST_LOAD_POINTS:,} values"
         )
+    twice = next((value for place, value in enumerate(data[key]) if value in data[key][:place]), None)
+    if twice is not None:
+        remedy = "give it once; --repeat 2 measures each load point twice"
+        raise error(f"{where}: {key} is a list with {twice} twice", remedy=remedy)
     return tuple(_build(kind, {**data, key: value}, where, error, build) for value in data[key])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, kind_of
 from trtpipe.engines.json_input import bounded_lines, parse_json
 
 # Most records of a file: as prompts of one word each they take some 300 MB of memory. The largest collections of
@@ -40,7 +40,7 @@ def read_object(where: str, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise InputDataError(f"{where} is not JSON", why=str(error)) from None
     if not isinstance(item, dict):
-        raise InputDataError(f"{where} holds a {type(item).__name__}, not an object")
+        raise InputDataError(f"{where} holds {kind_of(item)}, not an object")
     if not _is_finite(item):
         raise InputDataError(f"{where} is not JSON", why="it holds a number that is not finite")
     return item

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trtpipe.engines.errors import HostError
+from trtpipe.engines.errors import HostError, kind_of
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import Endpoint, model_error
@@ -96,7 +96,7 @@ class TritonHttp:
                     ids += found
                 return len(found)
             if not isinstance(out, str):
-                raise TypeError(f"{self._output} is a {type(out).__name__}")
+                raise TypeError(f"{self._output} is {kind_of(out)}")
         except (ValueError, KeyError, TypeError) as error:
             raise BadAnswer("MalformedResponse", f"{error!r} in {event[:200]!r}") from None
         texts.append(out)

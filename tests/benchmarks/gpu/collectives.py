@@ -160,7 +160,7 @@ def tensor_parallel(
         from trtpipe.engines.reference import parallel, ranks
 
         ranks._peers = lambda size: False
-        parallel.python_command = lambda module: [sys.executable, "-c", FOLLOWER]  # type: ignore[attr-defined]
+        setattr(parallel, "python_command", lambda module: [sys.executable, "-c", FOLLOWER])  # noqa: B010
         apart = Reference(folder, **settings)
         out["nccl"] = _measured(apart, nccl)
         _close(apart)

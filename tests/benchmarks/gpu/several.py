@@ -165,7 +165,7 @@ def measure(place: Place, out: dict[str, Any], keep: Keep, *lists: Sequence[Job]
 
 def _one(place: Place, job: Job) -> dict[str, Any]:
     there = RANKS | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.devices))}
-    shared = {"engine": str(engine(place, job)), "levels": list(job.levels)}
+    shared: dict[str, Any] = {"engine": str(engine(place, job)), "levels": list(job.levels)}
     if job.runtime == "vllm":
         found = place.inside("in_process:vllm_throughput", environment=there, limit=PATIENCE, **shared)
         return found if "reason" in found else {"in_process": found}

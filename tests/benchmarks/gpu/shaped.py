@@ -66,7 +66,8 @@ def write(folder: Path, model: str, *, fp8: bool, **changes: Any) -> int:
     tokenizer(folder, shape.vocab_size)
     blocks = _blocks()
     with ThreadPoolExecutor(WRITERS) as threads:
-        return sum(threads.map(lambda part: _file(*part, blocks), lay_out(folder, plans, "BF16")))
+        written = [threads.submit(_file, path, part, blocks) for path, part in lay_out(folder, plans, "BF16")]
+        return sum(file.result() for file in written)
 
 
 def _blocks() -> dict[str, memoryview]:
@@ -76,8 +77,8 @@ def _blocks() -> dict[str, memoryview]:
     numbers = torch.from_numpy(np.random.default_rng(0).standard_normal(NUMBERS, np.float32)).clamp(-MOST, MOST)
     codes = (numbers * (448 / MOST)).to(torch.float8_e4m3fn).view(torch.uint8)
     return {
-        "F8_E4M3": memoryview(codes.numpy()),
-        "BF16": memoryview((numbers * SPREAD).bfloat16().view(torch.uint8).numpy()),
+        "F8_E4M3": codes.numpy().data,
+        "BF16": (numbers * SPREAD).bfloat16().view(torch.uint8).numpy().data,
     }
 
 

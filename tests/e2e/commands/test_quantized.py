@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from tests.e2e.conftest import CAPITALS, FP8, Cli, Finished, Served
 from trtpipe.configs.facts import CONFIGS
 from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.pipeline.cli import app
 
 # A comparison takes many minutes on a processor without 16-bit products.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
@@ -182,12 +184,17 @@ def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_
     ],
 )
 def test_a_wrong_request_is_one_line_and_leaves_nothing(
-    cli: Cli, model: Path, tmp_path: Path, options: list[str], status: int, telling: str
-) -> None:
+    model: Path, tmp_path: Path, options: list[str], status: int, telling: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Within this process: a command takes a second to start."""
     short = tmp_path / "short.txt"
     short.write_text("Too little to calibrate with.\n")
     given = [str(short) if option == "SHORT" else option for option in options]
-    done = cli.run("quantize", str(model), str(tmp_path / "out"), *given)
-    assert (done.status, done.out, done.err.count("\n")) == (status, "", 1)
-    assert done.err.startswith(f"error: {telling}")
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "quantize", str(model), str(tmp_path / "out"), *given])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (status, "", 1)
+    assert err.startswith(f"error: {telling}")
     assert list(tmp_path.iterdir()) == [short]

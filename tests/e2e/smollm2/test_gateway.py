@@ -66,7 +66,7 @@ def test_greedy_text_is_that_of_the_ensemble(
 
     def whole(text: str) -> str:
         made = client.completions.create(model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0)
-        return made.choices[0].text
+        return str(made.choices[0].text)
 
     def streamed(text: str) -> str:
         chunks = client.completions.create(model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0, stream=True)

@@ -27,7 +27,7 @@ from trtpipe.pipeline.store.store import Store
 
 COMMANDS = [
     "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
-    "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "lora", "compare", "prove", "bench",
+    "logs", "top", "reload", "stop", "check", "gateway", "lora", "deploy", "monitoring", "bench", "compare", "prove",
     "plan", "tune", "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert",
     "inspect", "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
     "config", "completion",
@@ -51,7 +51,7 @@ def test_every_command_has_help(run: Run, command: str) -> None:
     assert done.status == 0
     assert done.out.startswith(f"Usage: trtpipe {command} ")
     examples = re.findall(r"^    (?:\w+=\S+ )?trtpipe ", done.out, re.MULTILINE)
-    assert len(examples) == {"deploy": 0, "lora": 0, "completion": 3}.get(command, 2)
+    assert len(examples) == {"completion": 3}.get(command, 2)
     assert run(command, "-h").out == run("help", command).out == done.out
 
 
@@ -309,6 +309,26 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
             ["settings", "--modle", "x"],
             "No such option: --modle (did you mean --model?); see `trtpipe settings --help`",
         ),
+        (
+            ["bench", "llama3-8b.h100.fp8"],
+            "No such command 'llama3-8b.h100.fp8'; a target is named by --target llama3-8b.h100.fp8; "
+            "see `trtpipe bench --help`",
+        ),
+        (["bench", "selftest", "--protocol", "foo"], "unknown protocol 'foo'; known: chat, completions, grpc, http"),
+        (
+            ["bench", "selftest", "--streams", "4,0"],
+            "--streams is 0; give 1 or more",
+        ),
+        (
+            ["bench", "selftest", "--itl", "-1"],
+            "Invalid value for '--itl': -1.0 is not in the range 0.1<=x<=10000.0; see `trtpipe bench selftest --help`",
+        ),
+        (
+            ["bench", "--concurrency", "1,4,1"],
+            "--concurrency is a list with 1 twice; give it once; --repeat 2 measures each load point twice",
+        ),
+        (["search", "oci://"], "oci:// names no place; give for example oci://registry.example/team/engines"),
+        (["search", "hf://"], "hf:// names no place; give for example hf://owner/name"),
         (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
         (
             ["plan", "--gpu", "a100", "--model", "llama3-8b", "--gpu", "h100"],
@@ -373,8 +393,7 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
         (">/dev/null 2>&-", 0, ""),
     ],
 )
-@pytest.mark.parametrize("words", ["build --help", "gpus"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "unbuffered"), [("build --help", ""), ("gpus", "1")])
 def test_streams_that_the_caller_closed_or_that_are_full(
     tmp_path: Path, words: str, redirection: str, status: int, said: str, unbuffered: str
 ) -> None:

@@ -144,13 +144,15 @@ def top(text: str) -> None:
 
 
 def advice(text: str) -> None:
-    found: Any = SimpleNamespace(remarks=[text], question=SimpleNamespace(model=text, objectives=()))
+    found: Any = SimpleNamespace(
+        remarks=[text], getting_there=(text,), question=SimpleNamespace(model=text, objectives=())
+    )
     empty = SimpleNamespace(columns=("a", text), rows=[(text, text)], title=text)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("options", "memory", "refusals"):
             patch.setattr(tables, name, lambda found: empty)
         patch.setattr(tables, "load", lambda found: text)
-        console_plan.advice(found, [], explain=True, as_json=False)
+        console_plan.advice(found, [], [], explain=True, as_json=False)
 
 
 def failure(text: str) -> None:

@@ -60,8 +60,8 @@ def test_what_a_bare_machine_lacks_has_a_remedy(store: Store) -> None:
     found = findings(store)
     assert found["nvidia driver"] == (
         "missing",
-        "this machine has no NVIDIA driver; GPU targets can be planned, converted and quantized here, not built or "
-        "served",
+        "this machine has no NVIDIA driver; use one with a GPU: here GPU targets can be planned, converted and "
+        "quantized, not built or served",
     )
     assert found["trtllm-build"] == (
         "missing",

@@ -183,7 +183,7 @@ def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, ne
     [
         ("a: [1", "is not YAML: while parsing a flow sequence on line 1, column 4 "),
         ("- a\n- b\n", "holds a list, not a mapping"),
-        ("just words", "holds a str, not a mapping; write it as lines of `name: value`"),
+        ("just words", "holds a text, not a mapping; write it as lines of `name: value`"),
         ("a: !!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
         ("a: 1\nb:\n- c: 2\n  d: 3\n  c: 4\n", "is not YAML: 'c' is given twice, on lines 3 and 5"),
         ("{a: 1, a: 1}", "is not YAML: 'a' is given twice, on line 1"),

@@ -55,8 +55,8 @@ from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
 from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
+from trtpipe.pipeline.gateway.stops import Stops
 from trtpipe.pipeline.gateway.supervisor import Gateway
-from trtpipe.pipeline.gateway.text import Stops
 from trtpipe.pipeline.net.h2.status import Code, Status
 
 # A gateway makes prompts in processes of its own.
@@ -605,12 +605,11 @@ def test_adapters_are_models_of_their_own_which_come_and_go(folder: Path, tmp_pa
     ask(script, folder, scenario, model={"aliases": ("gpt-4o",), "adapters": adapters})
 
 
-def test_an_adapter_may_not_have_the_name_of_a_model(folder: Path) -> None:
-    models = (ServedModel(name="llama", tokenizer=folder), ServedModel(name="llama:fr", tokenizer=folder))
-    options = GatewayOptions(models=models, grpc_url="127.0.0.1:1")
-    require_free(options, ("llama",), "de")
+def test_an_adapter_may_not_have_the_name_of_a_model() -> None:
+    names = ("llama", "llama:fr")
+    require_free(names, ("llama",), "de")
     with pytest.raises(UsageError, match="the name llama:fr is that of a model, and of llama with the adapter fr"):
-        require_free(options, ("llama",), "fr")
+        require_free(names, ("llama",), "fr")
 
 
 @pytest.mark.loopback

@@ -11,15 +11,15 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec, Measured
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.pipeline.planner.cost import Step, StepCost, link_of
+from trtpipe.pipeline.planner.cost import Step, StepCost, all_reduce
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 
 BF16 = DataType.BFLOAT16
 # Nothing is lost, and of compute and reading the larger counts.
 IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
-    sharpness=30.0, elementwise=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, nvlink=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4},
-    allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
+    sharpness=30.0, elementwise=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0, ring_s=0.0, nvlink=1.0,
+    pcie={2: 0.6, 4: 0.5, 8: 0.4}, allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
     probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
     releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
     errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
@@ -76,16 +76,31 @@ def test_a_bridge_counts_where_it_was_measured() -> None:
     """A card that can be bridged is not: NVIDIA's own A100 PCIe runs of Llama 70B on two were over PCIe."""
     bridged = dataclasses.replace(GPU, nvlink_gpus=2)
     probed = Measured(date="2026-01-01", host="", driver="", bandwidth_gbs=900, tflops={}, nvlink_gbs=35)
-    assert link_of(bridged, 2, IDEAL)[0] == pytest.approx(0.6 * 20e9)
-    assert link_of(dataclasses.replace(bridged, measured=probed), 2, IDEAL)[0] == pytest.approx(35e9 / 0.7)
-    assert link_of(dataclasses.replace(bridged, measured=probed), 4, IDEAL)[0] == pytest.approx(0.5 * 20e9)
+    # A GPU of two passes each byte once, one of four one and a half times.
+    assert all_reduce(bridged, 2, IDEAL).ring_byte_s == pytest.approx(1 / (0.6 * 20e9))
+    assert all_reduce(dataclasses.replace(bridged, measured=probed), 2, IDEAL).ring_byte_s == pytest.approx(0.7 / 35e9)
+    assert all_reduce(dataclasses.replace(bridged, measured=probed), 4, IDEAL).ring_byte_s == pytest.approx(1.5 / 10e9)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "size", "microseconds"),
+    [
+        ("h100", 2, 2**16, 3.3), ("h100", 4, 2**18, 7.9), ("h100", 8, 2**17, 10.2), ("h200", 4, 2**23, 99.8),
+        ("h100", 8, 2**27, 1090),
+    ],
+)  # fmt: skip
+def test_all_reduces_over_nvlink_as_measured(gpu: str, tp: int, size: int, microseconds: float) -> None:
+    """TensorRT-LLM's all-reduce in AIConfigurator 0.12's tables: one shot where it is small, else a ring."""
+    found = all_reduce(find_gpu(gpu), tp, load_efficiency()).seconds(size)
+    assert 1e6 * found == pytest.approx(microseconds, rel=0.2)
 
 
 def test_overheads_add_up() -> None:
     how = dataclasses.replace(IDEAL, step_s=1e-3, layer_s=1e-5, request_s=1e-6, allreduce_s=1e-5)
     step = Step(context=0, decoding=100, cached=0, work=0, logits=100)
     assert cost(how=how).parts(step).overhead == pytest.approx(1e-3 + 32 * 1e-5 + 100 * 1e-6)
-    assert cost(2, how=how).parts(step).allreduce == pytest.approx(64 * (1e-5 + 100 * 4096 * 2 / 100e9))
+    longer = dataclasses.replace(how, ring_s=1.0)
+    assert cost(2, how=longer).parts(step).allreduce == pytest.approx(64 * (1e-5 + 100 * 4096 * 2 / 100e9))
 
 
 def test_compute_and_reading_join_smoothly() -> None:
@@ -105,7 +120,7 @@ def test_a_probed_card_goes_by_what_it_did() -> None:
     assert IDEAL.bandwidth(probed) == pytest.approx(450e9 / 0.9)
     assert IDEAL.flops(probed, "bf16") == pytest.approx(400e12 / 0.8)
     assert IDEAL.flops(probed, "fp8") == 2000e12  # nobody measured it
-    assert link_of(probed, 2, IDEAL)[0] == pytest.approx(35e9 / 0.7)
+    assert all_reduce(probed, 2, IDEAL).ring_byte_s == pytest.approx(0.7 / 35e9)
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
@@ -118,7 +133,8 @@ def test_what_is_not_known_is_not_guessed() -> None:
 
 def test_the_shipped_efficiencies_are_shares() -> None:
     how = load_efficiency()
-    shares = [*how.products.values(), *how.attention.values(), how.weights, how.kv, how.nvlink, *how.pcie.values()]
+    shares = [*how.products.values(), *how.attention.values(), how.weights, how.kv, how.nvlink, how.one_shot]
+    shares += how.pcie.values()
     shares += how.probed.values()
     assert all(0.2 <= share < 1 for share in shares)
     with pytest.raises(UsageError, match="no efficiency of int4 is known"):

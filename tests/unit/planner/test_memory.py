@@ -12,7 +12,7 @@ from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.memory import Limits, Memory, memory, smallest_tp
+from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory, smallest_tp
 
 BF16 = DataType.BFLOAT16
 FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
@@ -84,8 +84,9 @@ def test_what_is_left_is_the_pool() -> None:
 
 def test_batches_and_contexts_come_in_whole_blocks() -> None:
     found = Memory(
-        total=0, runtime=0, weights=0, activations=0, buffers=0, kv_pool=100 * 32 * 7, kv_token=7, tokens_per_block=32
-    )
+        total=0, runtime=0, weights=0, activations=0, buffers=0, adapters=0, kv_pool=100 * 32 * 7, kv_token=7,
+        tokens_per_block=32,
+    )  # fmt: skip
     assert found.kv_blocks == 100
     assert [found.batch(context) for context in (1, 32, 33, 3200, 3201)] == [100, 100, 50, 1, 0]
     assert [found.context(batch) for batch in (1, 3, 100)] == [3200, 33 * 32, 32]
@@ -114,6 +115,25 @@ def test_a_mapping_that_cannot_be_and_a_gpu_without_memory() -> None:
         memory(model, BF16, Mapping(), UNQUANTIZED, find_gpu("cpu"), LIMITS, how)
     with pytest.raises(UsageError):
         memory(model, BF16, Mapping(tp_size=3), UNQUANTIZED, find_gpu("h100"), LIMITS, how)
+
+
+def test_adapters_take_room_from_the_kv_cache() -> None:
+    """A rank of an adapter of all linears of Llama 3 8B: 32 layers of factors of 4096 + 4096 for Q and O, 4096 + 1024
+    for K and V, 4096 + 14336 for gate, up and down. Two GPUs hold the undivided factor of each both."""
+    model, how = find_shape("llama3-8b")[1], load_efficiency()
+    four = dataclasses.replace(LIMITS, adapters=Adapters(number=4, rank=16))
+    rank = 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+    halved = 32 * (2 * (4096 + 2048) + 2 * (4096 + 512) + 2 * (4096 + 7168) + (4096 + 7168))
+    for tp, features in ((1, rank), (2, halved)):
+        plain, found = (
+            memory(model, BF16, Mapping(tp_size=tp), UNQUANTIZED, find_gpu("h100"), limits, how)
+            for limits in (LIMITS, four)
+        )
+        assert found.adapters == 4 * 16 * features * 2
+        assert found.free == plain.free - found.adapters
+        assert found.kv_blocks < plain.kv_blocks
+    with pytest.raises(UsageError, match="the rank of adapters is 0"):
+        Adapters(number=1, rank=0)
 
 
 def test_what_a_real_engine_said_of_its_pool() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.planner.test_advice import PRICES, question
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.planner.advice import advise
+from trtpipe.pipeline.planner.disaggregation import disaggregate
 from trtpipe.pipeline.planner.page import write
 from trtpipe.pipeline.planner.whatif import what_ifs
 
@@ -20,7 +21,7 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     found = advise(what)
     option = found.candidates[0].option
     assert option is not None
-    write(found, what_ifs(option, what.demand), tmp_path / "plan.html")
+    write(found, what_ifs(option, what.demand), disaggregate(found, 2), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<title>Plan for llama3-8b</title>" in page
     assert "Prompts of 128 tokens on average" in page
@@ -32,7 +33,7 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings == [
         "Throughput against speed", "Options", "Memory of each GPU", "What cannot serve it",
-        "What if, of 1 x h100 fp8-kv",
+        "What if, of 1 x h100 fp8-kv", "Split between prompts and answers, of h100 fp8-kv",
     ]  # fmt: skip
     assert re.search(r"TensorRT-LLM removed Volta [^<]*\.</div></td>", page)
     # What is predicted of the best option; units and the currency; how to read the chart.
@@ -40,7 +41,8 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     for heading in ("TTFT alone ms", "KV cache GiB", "cost of 1M tokens", "tokens/s of a GPU", "weights GiB"):
         assert f">{heading}</th>" in page
     assert "in the currency of the prices" in page
+    assert "Getting to 1 x h100 fp8-kv takes about" in page
     assert "A filled mark meets all objectives" in page
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match=r"file/plan\.html cannot be written"):
-        write(found, (), tmp_path / "file" / "plan.html")
+        write(found, (), (), tmp_path / "file" / "plan.html")

@@ -373,7 +373,7 @@ def test_ours_meets_a_foreign_one_by_its_load_and_by_rates_of_the_whole_run(tmp_
     told = "\n".join(found.warnings)
     assert "tool: A trtpipe 0.15.0, B aiperf 0.13.0" in told
     assert "protocol: A grpc, B chat; load points are matched by their load alone" in told
-    assert "engine: B does not say" in told
+    assert "engine: B has no entry" in told
     rows = {(row.metric, row.statistic): row.cells for row in found.rows}
     ratio = rows["output_token_throughput_whole_run", "value"]
     seconds = (requests[-1]["end_ns"] - requests[0]["sent_ns"]) / 1e9

@@ -45,7 +45,7 @@ def test_a_jsonl_file_has_a_request_a_line(tmp_path: Path) -> None:
         ("\n", "prompts.jsonl holds no prompt"),
         ('{"prompt": "a"}\nHello', "prompts.jsonl:2 is not JSON"),
         ('{"prompt": "a", "temperature": NaN}', "prompts.jsonl:1 is not JSON: it holds a number that is not finite"),
-        ('"a"', "prompts.jsonl:1 holds a str, not an object"),
+        ('"a"', "prompts.jsonl:1 holds a text, not an object"),
         ("{}", "prompts.jsonl:1: a request has one of prompt, text_input, messages: there is none"),
         ('{"prompt": "a", "messages": []}', "prompts.jsonl:1: a request has one of prompt, text_input, messages: "
          "there is prompt and messages"),

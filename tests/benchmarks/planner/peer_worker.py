@@ -1,10 +1,12 @@
-"""What NVIDIA's AIConfigurator says of measured runs. Executed by the Python of an environment that has it.
+"""What NVIDIA's AIConfigurator predicts of measured runs. Executed by the Python of an environment that has it.
 
-    python planner_peer.py ROWS.json SAID.json OPERATIONS.json
+    python peer_worker.py ROWS.json PREDICTED.jsonl OPERATIONS.json MINUTES
 
-A row is {model: folder with config.json, system, tp, batch, isl, osl, dtype, experts}; what is said of it
-{tokens_per_s, ttft_ms, tpot_ms}, or {refused: why}. A batch that it takes for too large is made smaller until it fits.
-OPERATIONS.json gets what its tables measured of single operations of TensorRT-LLM, in seconds.
+A row is {model: folder with config.json beside ROWS.json, system, tp, batch, isl, osl, dtype, experts}.
+PREDICTED.jsonl gets a line for each, {row, predicted}, where `predicted` is {tokens_per_s, ttft_ms, tpot_ms} or
+{refused: why}; rows that it has already are not predicted again, and after MINUTES no further row is begun. A batch
+that AIConfigurator takes for too large is made smaller until it fits. OPERATIONS.json gets what its tables measured of
+single operations of TensorRT-LLM, in seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import io
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ MODES = {"fp8": "fp8", "nvfp4": "nvfp4"}
 SHRINK, TRIES = 0.85, 8
 
 
-def say(api: Any, row: dict[str, Any]) -> dict[str, Any]:
+def predict(api: Any, row: dict[str, Any], folder: Path) -> dict[str, Any]:
     gemm = MODES.get(row["dtype"], "bfloat16")
     rest = "bfloat16" if gemm == "bfloat16" else "fp8"
     experts = {"moe_tp_size": row["tp"], "moe_ep_size": 1, "moe_quant_mode": gemm} if row["experts"] else {}
@@ -30,7 +33,7 @@ def say(api: Any, row: dict[str, Any]) -> dict[str, Any]:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 found = api.cli_estimate(
-                    row["model"], row["system"], batch_size=max(1, batch), isl=row["isl"], osl=row["osl"],
+                    str(folder / row["model"]), row["system"], batch_size=max(1, batch), isl=row["isl"], osl=row["osl"],
                     tp_size=row["tp"], gemm_quant_mode=gemm, kvcache_quant_mode=rest, fmha_quant_mode=rest, **experts,
                 )  # fmt: skip
         except Exception as error:  # whatever it raises is why this row has no figure
@@ -94,11 +97,19 @@ def operations() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    rows, out, measured = map(Path, sys.argv[1:])
-    measured.write_text(json.dumps(operations()))
+    rows, out, measured = map(Path, sys.argv[1:4])
+    until = time.monotonic() + 60 * float(sys.argv[4])
+    if not measured.is_file():
+        measured.write_text(json.dumps(operations()))
     api = importlib.import_module("aiconfigurator.cli.api")
-    said = [say(api, row) for row in json.loads(rows.read_text())]
-    out.write_text(json.dumps(said))
+    known = [json.loads(line)["row"] for line in out.read_text().splitlines()] if out.is_file() else []
+    with out.open("a") as kept:
+        for row in json.loads(rows.read_text()):
+            if time.monotonic() > until:
+                return
+            if row not in known:
+                kept.write(json.dumps({"row": row, "predicted": predict(api, row, rows.parent)}) + "\n")
+                kept.flush()
 
 
 if __name__ == "__main__":
