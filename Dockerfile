@@ -23,7 +23,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends binutils \
  && python3 -m venv /tools && python3 -m venv --without-pip /opt/venv
 COPY . .
 # Left out: tests, types, and the debug symbols of two packages, together 25 MB.
-RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile . \
+RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile '.[traces]' \
  && cd /opt/venv/lib/python3*/site-packages \
  && find . -name tests -type d -prune -exec rm -r {} + && find . -name '*.pyi' -delete \
  && strip rapidjson.*.so uvloop/*.so
@@ -37,7 +37,7 @@ COPY --from=builder /opt/venv /opt/venv
 FROM builder AS serve-builder
 # PyPI's torch brings CUDA, 5 GB: here is torch for a CPU.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve]'
+RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve,traces]'
 
 FROM runtime AS serve
 COPY --from=serve-builder /opt/venv /opt/venv

@@ -210,7 +210,8 @@ def _successor(row: Successor, runtime: str) -> str:
     if row.instead:
         return f"replaced: {row.instead}"
     if row.lost:
-        return f"none: {row.lost}" + (f"; its own is `{row.there[runtime]}`" if runtime in row.there else "")
+        why = "; ".join([row.lost, *(f"{value}: {words}" for value, words in row.values.items())])
+        return f"none: {why}" + (f"; its own is `{row.there[runtime]}`" if runtime in row.there else "")
     held, why = backend.FIXED.get(name, ("", ""))
     followed = not name.startswith("build.") or name.removeprefix("build.") in backend.SETTINGS
     if held is None or not followed:

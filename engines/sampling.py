@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Most white space between the parts of a JSON text: a model that draws may else go on with it for ever.
+WHITE_SPACE = 8
 # Kinds of guides. NVIDIA's C++ backend has all but the last.
 GuideKind = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_tag"]
 

@@ -20,6 +20,8 @@ from trtpipe.triton_repo.check.scripts import read_script
 
 ENGINE = "engine"
 SIZES = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
+# Modes of speculation under trtllm-build's names, and the number that has no decoding mode -> ours.
+_MODES = {"2": "draft_tokens_external", "lookahead_decoding": "lookahead", "explicit_draft_tokens": "redrafter"}
 _YES = ("true", "t", "1", "y", "yes")
 # Fields of config.pbtxt that say what the model is, or are rows of their own.
 _IDENTITY = (
@@ -59,7 +61,8 @@ def engine_settings(engine: EngineFolder) -> Iterator[Setting]:
     build.setdefault("max_input_len", build.get("max_seq_len"))
     mode = build.get("speculative_decoding_mode")
     known = SPECULATION.get(mode) if isinstance(mode, int) else None
-    build["speculative_decoding_mode"] = None if mode in (None, 1, "none") else known or str(mode).lower()
+    name = known or str(mode).lower()
+    build["speculative_decoding_mode"] = None if mode in (None, 1, "none") else _MODES.get(name, name)
     usual = find_toolchain(None).flags | {"cp_size": 1}
     for name in facts.successors().build:
         value = build.get(name)

@@ -102,7 +102,7 @@ def _row(one: Setting, runtime: str, backend: EngineBackend) -> Row | None:
     if row.instead:
         return dataclasses.replace(base, verdict=Verdict.REPLACED, why=row.instead)
     there = f"; {runtime} itself calls it {row.there[runtime]}" if runtime in row.there else ""
-    return dataclasses.replace(base, why=row.lost + there)
+    return dataclasses.replace(base, why=row.values.get(str(one.value), row.lost) + there)
 
 
 def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row | None:

@@ -21,13 +21,11 @@ from pathlib import Path
 import xgrammar
 
 from trtpipe.engines.json_input import load_json, parse_json
-from trtpipe.engines.sampling import Guide
+from trtpipe.engines.sampling import WHITE_SPACE, Guide
 
 COMPILED, REFUSED = b"\1", b"\0"
 # Memory of a grammar in addition to the tokenizer, and its size when compiled.
 MEMORY_BYTES, COMPILED_BYTES = 1 << 30, 32 << 20
-# Most white space between the parts of a JSON text: a model that draws may else go on with it for ever.
-WHITE_SPACE = 8
 
 
 def main(info: Path, vocab_size: int, seconds: int, control: socket.socket) -> None:

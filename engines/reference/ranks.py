@@ -13,8 +13,15 @@ import torch
 import torch.distributed
 from torch.distributed import _symmetric_memory
 
-# Sums of so many bytes are made by the GPUs in each other's memory; NCCL is faster for smaller and for larger ones.
-_SHARED_BYTES = range(1 << 20, (8 << 20) + 1)
+# Sums of up to so many bytes are made by the GPUs in each other's memory; NCCL is faster for larger ones.
+_SHARED_BYTES = 8 << 20
+# Of them, those for which a rank reads at most so many bytes of the others are read whole by every rank. Of larger ones
+# each rank adds up a part.
+_ONE_SHOT_BYTES = 1 << 20
+# Sums in shared memory are made of whole words of so many bytes.
+_WORD = 16
+# Types that torch's kernels for shared memory add up.
+_SUMMED = (torch.bfloat16, torch.float32)
 
 
 class Ranks(Protocol):
@@ -52,7 +59,9 @@ class Together:
 class Apart:
     """Rank `rank` of `size`, one in each process of torch's default process group; its tensors are of `dtype`.
 
-    Where every rank has a GPU of its own that reads the memory of the others, sums of 2 MB take half of NCCL's time.
+    Where every rank has a GPU of its own that reads the memory of the others, they make small sums there, in less time
+    than NCCL (docs/measurements/h100-x4.md) and in the order of the ranks, as in one process. NCCL has an order of its
+    own, which makes no difference for two ranks.
     """
 
     def __init__(self, rank: int, size: int, dtype: torch.dtype) -> None:
@@ -60,9 +69,9 @@ class Apart:
         self._size = size
         self._shared: torch.Tensor | None = None
         group = torch.distributed.group.WORLD
-        if group is not None and _peers(size):
+        if group is not None and dtype in _SUMMED and _peers(size):
             self._shared = _symmetric_memory.empty(
-                _SHARED_BYTES.stop // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
+                _SHARED_BYTES // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
             )
             _symmetric_memory.rendezvous(self._shared, group)
             self._group = group.group_name
@@ -70,13 +79,15 @@ class Apart:
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         (part,) = parts
         part = part.contiguous()
-        # Each rank adds up a part of the sum, whose length must be a multiple of 16 bytes.
-        if self._shared is not None and part.nbytes in _SHARED_BYTES and part.nbytes % (16 * self._size) == 0:
-            shared = self._shared[: part.numel()]
-            shared.copy_(part.view(-1))
-            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._group, part.view(-1))
+        if self._shared is None or part.nbytes > _SHARED_BYTES or part.nbytes % (_WORD * self._size):
+            torch.distributed.all_reduce(part)
             return part
-        torch.distributed.all_reduce(part)
+        shared, flat = self._shared[: part.numel()], part.view(-1)
+        if part.nbytes * (self._size - 1) <= _ONE_SHOT_BYTES:
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, flat, "sum", self._group, flat)
+        else:
+            shared.copy_(flat)
+            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._group, flat)
         return part
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

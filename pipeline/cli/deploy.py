@@ -38,6 +38,9 @@ def k8s(
         str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
     ] = None,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Put no gateway into the pod.")] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Collector that the gateway sends traces to: http://collector:4318.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
@@ -66,7 +69,7 @@ def k8s(
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
-             **set_layer(settings or [])[1]}  # fmt: skip
+             "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)

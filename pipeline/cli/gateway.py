@@ -22,6 +22,10 @@ ToolFormat = Annotated[
         help="Format of the model's tool calls: hermes, llama3_json, mistral or pythonic; the model file's if left out."
     ),
 ]
+NoReasoning = Annotated[
+    bool,
+    typer.Option("--no-reasoning", help="Leave a model's reasoning in the text of answers, as the model writes it."),
+]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
@@ -45,6 +49,7 @@ def gateway(
     triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
     served_model_name: ServedModelName = None,
     tool_format: ToolFormat = None,
+    no_reasoning: NoReasoning = False,
     cors_origin: CorsOrigin = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", **PORT)] = 9000,
@@ -75,7 +80,11 @@ def gateway(
     from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(launch_options.gateway_model(target, tuple(served_model_name or ()), tool_format),),
+        models=(
+            launch_options.gateway_model(
+                target, tuple(served_model_name or ()), tool_format, reasoning=not no_reasoning
+            ),
+        ),
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,

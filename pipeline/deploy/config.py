@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.gateway.traces import collector_port
 
 # Kubernetes allows 63 characters. Controllers append to the names of what they make: group, worker, revision hash.
 NAME_LENGTH = 40
@@ -18,7 +19,7 @@ QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 STORAGE = ("pvc", "model_image", "host_path")
 # Fields that have an option of their own; the others are given by --set.
-OPTIONS = ("namespace", "image", "gateway_image", *STORAGE)
+OPTIONS = ("namespace", "image", "gateway_image", "otlp_endpoint", *STORAGE)
 # As `kubectl taint` writes them: key=value:Effect, key:Effect.
 TAINT = re.compile(r"[\w./-]+(=[\w.-]*)?:(NoSchedule|PreferNoSchedule|NoExecute)")
 
@@ -33,6 +34,7 @@ class DeployConfig:
     openai                     whether a gateway is in the pod
     gateway_image              image of the gateway, with trtpipe in it; None takes the server's where trtpipe runs that
     gateway_workers            number of the gateway's processes
+    otlp_endpoint              collector that the gateway sends traces to, OTLP over HTTP; None for no traces
     api_keys                   whether the gateway asks its clients for a key
     api_keys_secret            name of an existing secret with the keys; None takes NAME-api-keys
     image_pull_secret          name of an existing secret for a private registry
@@ -64,6 +66,7 @@ class DeployConfig:
     openai: bool = True
     gateway_image: str | None = None
     gateway_workers: int = 1
+    otlp_endpoint: str | None = None
     api_keys: bool = True
     api_keys_secret: str | None = None
     image_pull_secret: str | None = None
@@ -143,6 +146,14 @@ class DeployConfig:
                 raise UsageError(
                     f"'{taint}' is not a taint", remedy="write it as key=value:NoSchedule, as `kubectl taint` does"
                 )
+        if self.otlp_endpoint is not None:
+            if not self.openai:
+                raise UsageError(
+                    "--otlp-endpoint is given, and there is no gateway",
+                    why="the gateway sends the traces",
+                    remedy="leave out --otlp-endpoint or --no-openai",
+                )
+            collector_port("--otlp-endpoint", self.otlp_endpoint)
         if self.scale_down_seconds > 3600:
             raise UsageError(
                 f"scale_down_seconds is {self.scale_down_seconds}", remedy="give at most 3600, as Kubernetes does"

@@ -311,9 +311,15 @@ def _pod_disruption_budget(target: Target) -> Manifest:
     }
 
 
+_TCP = {"protocol": "TCP"}
+_DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, **_TCP}]}
+
+
 def _network_policy(target: Target) -> Manifest:
-    """Ingress: the ports. Egress: none, because server and gateway fetch and report nothing."""
-    ports = [{"port": name, "protocol": "TCP"} for name in target.ports]
+    """Ingress: the ports. Egress: none but DNS and the collector of traces, if any: all else is in the pod."""
+    collector = target.collector_port
+    egress = [] if collector is None else [_DNS, {"ports": [{"port": Lifted("traces.port", collector), **_TCP}]}]
+    ports = [{"port": name, **_TCP} for name in target.ports]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -322,7 +328,7 @@ def _network_policy(target: Target) -> Manifest:
             "podSelector": {"matchLabels": target.selector()},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"ports": ports}],
-            "egress": [],
+            "egress": egress,
         },
     }
 
@@ -338,10 +344,7 @@ def _group_network_policy(target: Target) -> Manifest:
             "podSelector": {"matchLabels": target.selector(None)},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": peers}],
-            "egress": [
-                {"to": [dict(peer) for peer in peers]},
-                {"ports": [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]},
-            ],
+            "egress": [{"to": [dict(peer) for peer in peers]}, _DNS],
         },
     }
 

@@ -131,14 +131,17 @@ def _gateway(target: Target) -> dict[str, Any]:
     mounts = [mount for mount in mounts if mount["name"] != "shm"]
     if target.keys_secret is not None:
         mounts.append({"name": "keys", "mountPath": str(PurePosixPath(API_KEYS).parent), "readOnly": True})
-    workers = target.config.gateway_workers
+    workers, collector = target.config.gateway_workers, target.config.otlp_endpoint
+    environment = _environment(ours=True, secret=None)
+    if collector is not None:
+        environment.append({"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": Lifted("traces.endpoint", collector)})
     return {
         "name": "gateway",
         "image": Lifted("gatewayImage", target.gateway_image),
         "imagePullPolicy": "IfNotPresent",
         "command": gateway_words(target.config, keys=target.keys_secret is not None),
         "workingDir": MODELS,
-        "env": _environment(ours=True, secret=None),
+        "env": environment,
         "resources": {"requests": {"cpu": str(workers), "memory": f"{workers}Gi"}},
         "securityContext": _restricted(),
         "volumeMounts": mounts,

@@ -9,6 +9,7 @@ from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy import launch
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
+from trtpipe.pipeline.gateway.traces import collector_port
 
 AUTOSCALED_TO = 4
 
@@ -41,6 +42,12 @@ class Target:
     def ports(self) -> dict[str, int]:
         """Ports of a pod that answers: those of the server, and the gateway's."""
         return launch.PORTS if self.gateway_image is None else {**launch.PORTS, **launch.GATEWAY_PORT}
+
+    @property
+    def collector_port(self) -> int | None:
+        """Port of the collector of traces; None where there are no traces."""
+        url = self.config.otlp_endpoint
+        return None if url is None else collector_port("--otlp-endpoint", url)
 
     @property
     def replicas(self) -> tuple[int, int]:

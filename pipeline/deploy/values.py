@@ -31,6 +31,8 @@ MEANINGS = {
     "tolerations": "taints of nodes that pods bear; spot nodes have one on most clouds",
     "claim": "PersistentVolumeClaim that holds the model repository",
     "modelImage": "image that holds the model repository",
+    "traces.endpoint": "collector of traces, OTLP over HTTP; empty for none",
+    "traces.port": "port of the collector, which the network policy opens",
     "apiKeysSecret": "existing secret: api-keys, one a line, and metrics-key, one of them for Prometheus",
     "podMonitor": "whether to write a PodMonitor, for the Prometheus operator",
 }

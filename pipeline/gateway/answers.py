@@ -167,6 +167,11 @@ class Answer(Response):
         def end() -> bytes:
             return f'{closing},"logprobs":null,"finish_reason":null}}]{usage()}}}\n\n'.encode()
 
+        def other(choice: Choice, delta: Entry) -> str:
+            """The event of a delta that is not text."""
+            told = f'"index":{choice.index},"delta":{json.dumps(delta, ensure_ascii=False)},"logprobs":null'
+            return f'{opening},"choices":[{{{told},"finish_reason":null}}]{usage()}}}\n\n'
+
         opening = "data: " + json.dumps(head, ensure_ascii=False)[:-1]
         content, closing = ('"delta":{"content":', "}") if order.chat else ('"text":', "")
         suffix = end()
@@ -188,6 +193,8 @@ class Answer(Response):
                 if choice.shown:
                     continue
                 piece = self._take(choice)
+                if thought := choice.take_reasoning():
+                    out.append(other(choice, thought).encode())
                 if piece or choice.unsent:
                     if plain:
                         out.append(
@@ -197,10 +204,7 @@ class Answer(Response):
                         logprobs = json.dumps(choice.take_log_probs(), ensure_ascii=False)
                         rest = f'{closing},"logprobs":{logprobs},"finish_reason":null}}]{usage()}}}\n\n'
                         out.append(choice.prefix + quote(piece).encode() + rest.encode())
-                for call in choice.call_deltas():
-                    delta = json.dumps({"tool_calls": [call]}, ensure_ascii=False)
-                    told = f'"index":{choice.index},"delta":{delta},"logprobs":null,"finish_reason":null'
-                    out.append(f'{opening},"choices":[{{{told}}}]{usage()}}}\n\n'.encode())
+                out += [other(choice, {"tool_calls": [call]}).encode() for call in choice.call_deltas()]
                 if choice.finish is not None:
                     choice.shown = True
                     left -= 1

@@ -129,7 +129,8 @@ class Gateway:
             require_bias(engine)
         if prepared.guide is not None:
             require_guide(engine, *prepared.guide)
-        ends = [] if asked.ignore_eos else text.end_ids
+        # A form has an end: beyond it vLLM's answer would be free.
+        ends = [] if asked.ignore_eos and prepared.guide is None else text.end_ids
         # A given seed makes every copy repeatable; without a given seed, all copies differ. The engine's own default
         # would give every client the same answer.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -170,6 +171,7 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
             tools=prepared.tools,
+            reasoning=prepared.reasoning,
             echoes=prepared.echoes,
             guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),

@@ -9,7 +9,9 @@ from typing import Any
 
 from trtpipe.pipeline.gateway.engine_requests import EngineRequest
 from trtpipe.pipeline.gateway.failure import Failure
-from trtpipe.pipeline.gateway.text import Stops, Text
+from trtpipe.pipeline.gateway.reasoning import CLOSE, OPEN, Reasoning, ReasoningParser
+from trtpipe.pipeline.gateway.stops import Stops
+from trtpipe.pipeline.gateway.text import Text
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.parser import CallParser, ToolUse
 from trtpipe.pipeline.gateway.upstream import Generation
@@ -29,6 +31,7 @@ class Order:
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     tools       how the answer may call tools; None where it may not
+    reasoning   where the model's reasoning begins, which is not part of the answer's text; None where it has none
     echoes      text of each prompt where its answers begin with it (`echo`); else empty
     guide_param field of the request that asks for a guide; "" for none
     prompts     token ids of each prompt where their log-probabilities are listed too; else empty
@@ -49,6 +52,7 @@ class Order:
     log_probs: bool
     likeliest: bool
     tools: ToolUse | None
+    reasoning: Reasoning | None = None
     echoes: tuple[str, ...] = ()
     guide_param: str = ""
     prompts: tuple[array[int], ...] = ()
@@ -65,6 +69,7 @@ class Choice:
         "_detokenizer",
         "_ended",
         "_order",
+        "_reasoning",
         "_stops",
         "_text",
         "attempts",
@@ -80,6 +85,7 @@ class Choice:
         "offset",
         "prefix",
         "prompt",
+        "reasoning",
         "shown",
         "whole",
     )
@@ -102,7 +108,11 @@ class Choice:
         self.prompt = order.prompts[index // copies] if order.prompts else None
         self._order = order
         self._text = text
-        self._detokenizer = text.detokenizer(FORMATS[order.tools.format].mark if order.tools else None)
+        marks = {FORMATS[order.tools.format].mark} if order.tools else set()
+        marks |= {OPEN, CLOSE} if order.reasoning else set()
+        self._detokenizer = text.detokenizer(frozenset(marks))
+        self.reasoning: list[str] = []  # pieces not sent yet
+        self._reasoning = ReasoningParser(order.reasoning) if order.reasoning else None
         self.calls = CallParser(order.tools) if order.tools else None
         self._stops = Stops(order.stops) if order.stops else None
         self._ended = False
@@ -139,6 +149,10 @@ class Choice:
             if self.finish is None:
                 # An engine may leave out the end token: an answer that is shorter than allowed ended by it.
                 self.finish = "stop" if self._ended or self.count < self._order.max_tokens else "length"
+        if self._reasoning is not None:
+            thought, piece = self._reasoning.push(piece, final=self.finish is not None)
+            if thought:
+                self.reasoning.append(thought)
         if self.calls is not None:
             piece = self._text_of(piece, self.calls)
         if generation.begun and self.echo:
@@ -158,12 +172,21 @@ class Choice:
         """New parts of tool calls since the last call of this method, in the form of OpenAI's stream."""
         return self.calls.deltas() if self.calls is not None else []
 
+    def take_reasoning(self) -> Entry:
+        """The reasoning that has not been sent, as fields of a message or a delta: empty where there is none.
+
+        vLLM calls the field `reasoning`, older releases of it, SGLang and DeepSeek `reasoning_content`.
+        """
+        text = "".join(self.reasoning)
+        self.reasoning.clear()
+        return {"reasoning": text, "reasoning_content": text} if text else {}
+
     def message(self) -> Entry:
         """The complete message of a chat's answer."""
         content = "".join(self.whole)
         calls = [call.message() for call in self.calls.calls] if self.calls is not None else []
         message: Entry = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        return {**message, "tool_calls": calls} if calls else message
+        return {**message, **self.take_reasoning(), **({"tool_calls": calls} if calls else {})}
 
     def _stop(self) -> None:
         self.finish = "stop"

@@ -66,7 +66,10 @@ def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
     if not {"guided_decoding_guide_type", "guided_decoding_guide"} <= model.inputs:
         raise wrong(f"'{param}': this model's runtime has no guided decoding", param, "unsupported_parameter")
     if guide.kind == "structural_tag" and not (model.own or model.llm_api):
-        raise wrong(f"'{param}': NVIDIA's C++ backend takes no structural tags", param, "unsupported_parameter")
+        why = "NVIDIA's C++ backend takes no structural tags"
+        if param == "tools":
+            why += ", which hold a call to `strict`: leave it out, or require a call with 'tool_choice'"
+        raise wrong(f"'{param}': {why}", param, "unsupported_parameter")
 
 
 def require_bias(model: EngineModel) -> None:

@@ -46,6 +46,9 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What the assistant thought, under both names that servers give it. Chat templates read the second.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     # Fields that OpenAI's clients copy from an answer; this server leaves them empty.
     annotations: list[str] | None = Field(None, max_length=0)
     audio: None = None
@@ -57,6 +60,8 @@ class Message(Strict):
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if reasoning := self.reasoning_content or self.reasoning:
+            out["reasoning_content"] = reasoning
         if self.tool_calls:
             calls = enumerate(self.tool_calls)
             out["tool_calls"] = [call.plain(f"{place}.tool_calls.{number}") for number, call in calls]

@@ -34,6 +34,7 @@ class ServedModel:
     vocab_size     tokens that the engine gives logits for, None when it is the tokenizer's number
     adapters       folder of its LoRA adapters, see `engines.adapters`; adapters may be added and removed
     tool_format    name of the format of its tool calls; None to recognise it by the chat template
+    reasoning      whether its reasoning, if its chat template knows any, is apart from the text of an answer
     """
 
     name: str
@@ -45,6 +46,7 @@ class ServedModel:
     vocab_size: int | None = None
     adapters: Path | None = None
     tool_format: str | None = None
+    reasoning: bool = True
 
     def __post_init__(self) -> None:
         if self.tool_format is not None and self.tool_format not in FORMATS:

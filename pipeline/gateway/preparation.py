@@ -12,6 +12,7 @@ from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.messages import plain, without_calls
 from trtpipe.pipeline.gateway.model_names import ModelNames
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.reasoning import Reasoning, find_reasoning
 from trtpipe.pipeline.gateway.requests import (
     ChatOptions,
     ChatRequest,
@@ -86,16 +87,18 @@ class Preparation:
         if isinstance(asked, DetokenizeRequest):
             ids = asked.ids(text.vocab_size)
             return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
-        use, guide = None, asked.guide()
+        use, reasoning, guide = None, None, asked.guide()
         if isinstance(asked, ChatRequest):
-            prompts, use, required = self._chat(asked, served)
+            prompts, use, reasoning, of_tools = self._chat(asked, served)
             if use is not None and not use.required and guide is not None:
                 why = (
                     "it would hold the whole answer to a form, so the model could not call a tool; leave out one of "
                     "both, or require a call"
                 )
                 raise wrong(f"'{guide.param}' with 'tools': {why}", guide.param, "unsupported_parameter")
-            guide = required or guide
+            if guide is not None or (use is not None and use.required):
+                reasoning = None  # the answer has the form from its first token on
+            guide = of_tools or guide
         else:
             prompts = self._prompts(asked, served)
         _, kept = KINDS[endpoint]
@@ -105,6 +108,7 @@ class Preparation:
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
             "tools": use and asdict(use),
+            "reasoning": reasoning,
             "bias": list(asked.bias(text.vocab_size).items()),
             "guide": None if guide is None else guide.to_json(),
         }
@@ -132,17 +136,18 @@ class Preparation:
 
     def _chat(
         self, asked: ChatRequest, served: ServedModel
-    ) -> tuple[list[list[int]], ToolUse | None, GuideRequest | None]:
-        """The prompt of a chat, how its answer may call tools, and the form that the answer must have."""
+    ) -> tuple[list[list[int]], ToolUse | None, Reasoning | None, GuideRequest | None]:
+        """The prompt of a chat; how the answer may call tools, where reasoning begins, and the form of calls."""
         self._check_answers(asked, 1)
         text, tools = self._texts[served.name], asked.offered()
         rendered = _rendered(text, asked, tools)
+        reasoning = find_reasoning(text.template or "", rendered) if served.reasoning else None
         use, guide = None, None
         if tools:
             use, guide = asked.use(find_format(served.tool_format, text.template))
             rendered += FORMATS[use.format].prefix if use.required else ""
         # The template writes the special tokens itself.
-        return [self._tokens(text, served, rendered, "messages", special=False)], use, guide
+        return [self._tokens(text, served, rendered, "messages", special=False)], use, reasoning, guide
 
     def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
         answers, most = prompts * (asked.n or 1), self._options.max_choices

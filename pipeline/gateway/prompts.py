@@ -25,6 +25,7 @@ from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
+from trtpipe.pipeline.gateway.reasoning import Reasoning
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
 from trtpipe.pipeline.gateway.tools.parser import ToolUse
 
@@ -44,6 +45,7 @@ class Prepared:
     echoes   texts of the prompts where answers begin with them (`echo`); else empty
     guide    form that the answers must have
     tools    how the answers may call tools; None where they may not
+    reasoning  where the model's reasoning begins, which is apart from the text of an answer; None where it has none
     """
 
     options: ChatOptions | CompletionOptions
@@ -54,6 +56,7 @@ class Prepared:
     echoes: tuple[str, ...] = ()
     guide: GuideRequest | None = None
     tools: ToolUse | None = None
+    reasoning: Reasoning | None = None
 
 
 class ForkServer:
@@ -164,6 +167,7 @@ class Prompts:
             echoes=tuple(head.get("echoes", ())),
             guide=guide and GuideRequest(Guide(guide["kind"], guide["text"]), guide["param"]),
             tools=ToolUse(**head["tools"]) if head["tools"] else None,
+            reasoning=head["reasoning"],
         )
 
     async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:

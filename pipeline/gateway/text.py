@@ -83,13 +83,13 @@ class Text:
         ids: list[int] = encoding.ids
         return ids
 
-    def detokenizer(self, shown: str | None = None) -> Any:
-        """A detokenizer that leaves out special tokens, except the one whose text is `shown`."""
+    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Any:
+        """A detokenizer that leaves out special tokens, except those whose texts are `shown`."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {number: token.content for number, token in added.items() if token.special}
-        if shown not in special.values():
+        if shown.isdisjoint(special.values()):
             return shared().Detokenizer(self.tokenizer, True)
-        return _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text != shown))
+        return _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text not in shown))
 
     def token(self, number: int) -> str:
         """One token's own text, with special tokens spelled out."""
@@ -108,34 +108,3 @@ class _Showing:
 
     def flush(self) -> str:
         return str(self._inner.flush())
-
-
-class Stops:
-    """Finds stop strings in a text that comes in pieces; holds back what may be the start of a stop string."""
-
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self._words = words
-        self._longest = max(map(len, words), default=0)
-        self._held = ""
-
-    def push(self, piece: str) -> tuple[str, bool]:
-        """(text that surely precedes any stop string, whether one was found; the text after it is dropped)."""
-        if not self._longest:
-            return piece, False
-        text = self._held + piece
-        found = [place for place in (text.find(word) for word in self._words) if place >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)], True
-        keep = 0
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(word.startswith(text[-length:]) for word in self._words):
-                keep = length
-                break
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-    def flush(self) -> str:
-        """The text that was held back, once the text has ended without a stop string."""
-        held, self._held = self._held, ""
-        return held

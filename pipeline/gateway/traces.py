@@ -58,15 +58,7 @@ def traces_url(endpoint: str | None, environment: Mapping[str, str] = os.environ
         given, url = "OTEL_EXPORTER_OTLP_ENDPOINT", variable("EXPORTER_OTLP_ENDPOINT")
         if not url:
             return None
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise UsageError(
-            f"{given} '{url}' is not a URL of a collector", remedy="give one such as http://localhost:4318"
-        )
+    collector_port(given, url)
     name = next((one for one in ("TRACES_PROTOCOL", "PROTOCOL") if variable(f"EXPORTER_OTLP_{one}")), None)
     if name is not None and variable(f"EXPORTER_OTLP_{name}") != "http/protobuf":
         raise UsageError(
@@ -80,6 +72,17 @@ def traces_url(endpoint: str | None, environment: Mapping[str, str] = os.environ
             remedy=f"run `{install_command('traces')}`, or set OTEL_SDK_DISABLED=true",
         )
     return url if given.endswith("TRACES_ENDPOINT") else url.rstrip("/") + PATH
+
+
+def collector_port(given: str, url: str) -> int:
+    """Port of the URL of a collector. Raises UsageError, naming the option `given`, for another text."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts.port or {"http": 80, "https": 443}[parts.scheme]
+    except ValueError:
+        pass
+    raise UsageError(f"{given} '{url}' is not a URL of a collector", remedy="give one such as http://localhost:4318")
 
 
 def _installed() -> bool:

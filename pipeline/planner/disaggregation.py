@@ -106,14 +106,14 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     prompts, answers = question.demand.prompts(), question.demand.answers()
     out = [_together(one) for one in alike if one.best is not None]
     ahead, behind = [], []
-    for one in alike:
-        assert one.option is not None
-        waits = transfer_ms(one.option, longest)
+    for candidate in alike:
+        assert candidate.option is not None
+        waits = transfer_ms(candidate.option, longest)
         first = [replace(of, limit=of.limit - waits) for of in question.objectives if _metric(of) in OF_PROMPTS]
         rest = [of for of in question.objectives if _metric(of) in OF_ANSWERS]
-        if all(of.limit > 0 for of in first) and (side := _side(one.option, prompts, first)):
+        if all(of.limit > 0 for of in first) and (side := _side(candidate.option, prompts, first)):
             ahead.append((side, waits))
-        if side := _side(one.option, answers, rest):
+        if side := _side(candidate.option, answers, rest):
             behind.append(side)
     for side, waits in ahead:
         for other in behind:

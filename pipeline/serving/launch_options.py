@@ -43,6 +43,7 @@ class LaunchOptions:
     tls_cert, tls_key    the gateway's certificate and key, PEM files
     tool_format          format in which the only target's model writes calls of tools; that of its model file, or of
                          its chat template, if left out
+    reasoning            whether the models' reasoning is apart from the text of answers
     model_names          names of the only target's model at the gateway; the target's name if left out
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
@@ -66,6 +67,7 @@ class LaunchOptions:
     tls_key: Path | None = None
     model_names: tuple[str, ...] = ()
     tool_format: str | None = None
+    reasoning: bool = True
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str | None = None
@@ -128,7 +130,9 @@ def gateway_options(
     """
     chosen = GatewayOptions(
         models=tuple(
-            _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format)
+            _gateway_model(
+                one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format, reasoning=options.reasoning
+            )
             for one, passport in zip(served, passports, strict=True)
         ),
         # A server that listens on all addresses is reached on loopback.
@@ -149,7 +153,9 @@ def gateway_options(
     return chosen
 
 
-def _gateway_model(served: Served, passport: Passport, adapters: Path, tool_format: str | None) -> ServedModel:
+def _gateway_model(
+    served: Served, passport: Passport, adapters: Path, tool_format: str | None, *, reasoning: bool
+) -> ServedModel:
     built_from = passport.weights.get("model")
     return ServedModel(
         name=served.model_names[0],
@@ -160,6 +166,7 @@ def _gateway_model(served: Served, passport: Passport, adapters: Path, tool_form
         max_seq_len=passport.build_config["max_seq_len"],
         vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
         tool_format=tool_format or (facts.find_tool_format(built_from) if built_from else None),
+        reasoning=reasoning,
         adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
 
@@ -171,9 +178,11 @@ def _vocab_size(config: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def gateway_model(target: str, names: tuple[str, ...], tool_format: str | None) -> ServedModel:
+def gateway_model(
+    target: str, names: tuple[str, ...], tool_format: str | None, *, reasoning: bool = True
+) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     served = Served(name=found, repository=repository, names=names)
-    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format)
+    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format, reasoning=reasoning)

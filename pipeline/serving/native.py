@@ -96,6 +96,7 @@ def _port(options: LaunchOptions) -> int:
         "--tls-key": options.tls_key is not None,
         "--cors-origin": bool(options.cors_origins),
         "--tool-format": options.tool_format is not None,
+        "--no-reasoning": not options.reasoning,
         "--gateway-workers": options.gateway_workers != 1,
         "--otlp-endpoint": options.otlp_endpoint is not None,
     }

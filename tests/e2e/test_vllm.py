@@ -22,6 +22,7 @@ import pytest
 from tests.e2e.conftest import ACTIVE, USED, Cli, Served, until
 from tests.support.adapters import merged, write_adapter
 from tests.support.factories import hf_folder
+from tests.support.gateways import write_model
 from tests.support.kserve import infer_inputs
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
@@ -29,6 +30,8 @@ from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.supervisor import Gateway
 from trtpipe.pipeline.serving.engine_python import beside
 
 pytestmark = [
@@ -254,6 +257,47 @@ def test_what_vllm_cannot_do_is_refused(
     answer = served.generate("tensorrt_llm", **ask(PROMPTS[1], **asked))
     assert message in answer["error"]
     assert ids(served.generate("tensorrt_llm", **ask(PROMPTS[1], 4))) == expected[1][:4]
+
+
+def test_required_calls_and_forms_through_the_gateway(served: Served, tmp_path: Path) -> None:
+    from openai import OpenAI
+    from tokenizers import Tokenizer
+
+    folder = write_model(tmp_path / "tools", "{{ 'T' if tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = ServedModel(
+        name="tiny", tokenizer=folder, max_input_len=128, max_seq_len=192, vocab_size=VOCABULARY, tool_format="hermes"
+    )
+    # A model of random weights would write white space without end, as JSON allows.
+    space = {str(n): -100 for n in Tokenizer.from_file(str(folder / "tokenizer.json")).encode(" \n\t\r").ids}
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    function = {"name": "count", "parameters": schema, "strict": True}
+    fields: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": "The sea"}], "logit_bias": space, "max_tokens": 60,
+        "temperature": 0,
+    }  # fmt: skip
+    offered = {**fields, "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
+    named: Any = {"type": "function", "function": {"name": "count"}}
+    choice: Any
+    gateway = Gateway.start(GatewayOptions(models=(model,), grpc_url=served.grpc, port=0))
+    try:
+        with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=280) as client:
+            for choice in ("required", named):
+                (made,) = client.chat.completions.create(**offered, tool_choice=choice).choices
+                calls = [(one.function.name, one.function.arguments) for one in made.message.tool_calls or []]
+                assert (made.finish_reason, made.message.content, calls) == ("tool_calls", None, [("count", '{"n":7}')])
+                stream = client.chat.completions.create(**offered, tool_choice=choice, stream=True)
+                pieces = [one.function for chunk in stream for one in chunk.choices[0].delta.tool_calls or []]
+                assert "".join(one.name or "" for one in pieces) == "count"
+                assert "".join(one.arguments or "" for one in pieces) == '{"n":7}'
+            # vLLM takes the form of a strict function's calls, in which text is free.
+            (free,) = client.chat.completions.create(**offered).choices
+            assert (free.finish_reason, free.message.tool_calls) == ("length", None)
+            assert free.message.content
+            form = {"structured_outputs": {"choice": ["north", "south"]}}
+            (told,) = client.chat.completions.create(**fields, extra_body={**form, "ignore_eos": True}).choices
+            assert (told.finish_reason, told.message.content) in [("stop", "north"), ("stop", "south")]
+    finally:
+        gateway.stop()
 
 
 def test_its_gauges_and_the_end_of_a_cancelled_request(served: Served) -> None:

@@ -99,6 +99,7 @@ class Successor:
     becomes: str = ""
     instead: str = ""
     lost: str = ""
+    values: dict[str, str] = field(default_factory=dict)
     there: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # Most characters of an incomplete call that are held back. If such a call turns out not to be one, they become text of
 # the answer. A longer call is sent while the model writes it.
@@ -66,6 +68,11 @@ class CallFormat:
         final  whether the answer has ended
         """
         raise NotImplementedError
+
+    def structural_tag(self, schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+        """XGrammar's structural tag for free text whose calls have arguments of these schemas, by function; None for a
+        format that has none."""
+        return None
 
     def call_id(self) -> str:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"

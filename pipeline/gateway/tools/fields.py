@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trtpipe.engines.sampling import Guide
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.strict import Strict
@@ -18,6 +20,8 @@ from trtpipe.pipeline.gateway.tools.parser import ToolUse
 MAX_TOOLS = 128
 # Schema that chat templates get for a function without parameters.
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# Schema for the arguments of functions that are not `strict`.
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
 class FunctionField(Strict):
@@ -75,9 +79,10 @@ class ToolFields(Strict):
         return [] if self.tool_choice == "none" else tools
 
     def use(self, form: CallFormat) -> tuple[ToolUse, GuideRequest | None]:
-        """How the answer may call the offered tools, and the guide for an answer that must call one.
+        """How the answer may call the offered tools, and the guide for an answer that must call one, or whose calls of
+        a function must match its schema (`strict`).
 
-        Raises Failure where a call is required and guided decoding cannot enforce the schema of a tool's parameters.
+        Raises Failure where guided decoding cannot enforce the schema of a tool's parameters.
         """
         named = self.tool_choice.function.name if isinstance(self.tool_choice, ToolName) else None
         chosen = [
@@ -90,10 +95,19 @@ class ToolFields(Strict):
         must = named is not None or self.tool_choice == "required"
         names = tuple(function.name for _, function in chosen)
         use = ToolUse(format=form.name, names=names, required=must, parallel=parallel)
-        if not must:
+        schemas = {
+            function.name: required.arguments(function.parameters, place) if must or function.strict else ANY_ARGUMENTS
+            for place, function in chosen
+        }
+        if must:
+            return use, GuideRequest(required.guide(schemas, parallel=parallel), "tools")
+        if not any(function.strict for _, function in chosen):
             return use, None
-        schemas = {function.name: required.arguments(function.parameters, place) for place, function in chosen}
-        return use, GuideRequest(required.guide(schemas, parallel=parallel), "tools")
+        tag = form.structural_tag(schemas)
+        if tag is None:
+            why = f"it needs a call that is required, since this model writes calls in the format {form.name}"
+            raise wrong(f"'strict' of a function in 'tools': {why}", "tools", "unsupported_parameter")
+        return use, GuideRequest(Guide("structural_tag", json.dumps(tag, ensure_ascii=False)), "tools")
 
 
 def find_format(name: str | None, template: str | None) -> CallFormat:

@@ -2,4 +2,4 @@
 
 from trtpipe.pipeline.gateway.tools.json_calls import JsonCalls
 
-HERMES = JsonCalls(name="hermes", mark="<tool_call>", close="</tool_call>", sign="<tool_call>")
+HERMES = JsonCalls(name="hermes", mark="<tool_call>", close="</tool_call>", margin="\n", sign="<tool_call>")

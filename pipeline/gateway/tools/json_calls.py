@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.sampling import WHITE_SPACE
 from trtpipe.pipeline.gateway.tools.call_format import CallFormat, CompleteCalls, Found, NotACall, OpenCall
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
 
@@ -17,9 +19,16 @@ _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w-]{1,64})"\s*,\s*"(?:arguments|param
 
 @dataclass(frozen=True, kw_only=True)
 class JsonCalls(CallFormat):
-    """Calls as JSON objects. `opening` is a bracket before the first one; empty for none."""
+    """Calls as JSON objects.
+
+    opening    bracket before the first one; empty for none
+    margin     white space between the marks and the calls
+    arguments  name of the member that holds the arguments
+    """
 
     opening: str = ""
+    margin: str = ""
+    arguments: str = "arguments"
 
     def read(self, text: str, names: frozenset[str], *, first: bool, held: int, final: bool) -> Found:
         start = 0
@@ -39,6 +48,25 @@ class JsonCalls(CallFormat):
             if head and head[1] in names:
                 return OpenCall(head[1], start + head.end())
         return NotACall() if final or (held and len(call) > held) else None
+
+    def structural_tag(self, schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+        calls = [
+            {
+                "begin": f'{{"name": "{name}", "{self.arguments}": ',
+                "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WHITE_SPACE},
+                "end": "}",
+            }
+            for name, schema in schemas.items()
+        ]
+        trigger, tags = '{"name":', calls
+        if not self.bare:
+            one = {
+                "type": "tags_with_separator", "tags": calls, "separator": f"{self.separator} ",
+                "at_least_one": True, "stop_after_first": not self.separator,
+            }  # fmt: skip
+            begin, end = f"{self.mark}{self.opening}{self.margin}", f"{self.margin}{self.close}"
+            trigger, tags = self.mark, [{"begin": begin, "content": one, "end": end}]
+        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags}}
 
 
 def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:

@@ -7,5 +7,6 @@ LLAMA3_JSON = JsonCalls(
     mark="<|python_tag|>",
     bare="{",
     separator=";",
+    arguments="parameters",
     sign='{"name": function name, "parameters":',
 )

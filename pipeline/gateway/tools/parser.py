@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtpipe.pipeline.gateway.stops import overlap
 from trtpipe.pipeline.gateway.tools.call_format import HELD_CHARACTERS, CallFormat, CompleteCalls, NotACall, OpenCall
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
@@ -108,7 +109,7 @@ class CallParser:
             self._say(before)
             self._first = True
             return self._expect_call(mark, rest)
-        kept = 0 if final else _overlap(self._rest, mark)
+        kept = 0 if final else overlap(self._rest, mark)
         self._say(self._rest[: len(self._rest) - kept])
         self._rest = self._rest[len(self._rest) - kept :]
         return False
@@ -199,8 +200,3 @@ class CallParser:
         """Note that a call is complete; return whether no more may follow."""
         self.over = not self._parallel
         return self.over
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -8,7 +8,8 @@ are kept with its date, machine, versions and commands in the JSON; the page is 
         [--resume] [--seconds N] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
 
 SCRATCH needs 60 GB of disk. `parallel` needs two GPUs, and `shared_gpu` one and NCCL 2.30 (for an older torch a newer
-libnccl.so.2 by LD_PRELOAD); where they cannot run they are left out with a word. `--resume` goes on with sections that
+libnccl.so.2 by LD_PRELOAD); those of `several` need four, and 450 GB of disk or of a file system in memory. Where they
+cannot run they are left out with a word. `--resume` goes on with sections that
 broke off today, on this machine and with these versions. `--seconds` ends them all after so long. On a host of several
 GPUs some of these may run at once, each with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the others
 do, for the page. `python -m tests.benchmarks.gpu.cards` starts them so and puts their figures together.
@@ -30,7 +31,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import comparison, features, long_load, page, sections, served_page, tuned
+from tests.benchmarks.gpu import comparison, features, long_load, page, sections, served_page, several, tuned
 from tests.benchmarks.gpu.place import MODEL, Place
 from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
@@ -43,7 +44,7 @@ SHAPED: dict[str, Callable[[Place, Path, dict[str, Any], sections.Keep], None]] 
     "features": features.features, "offload": features.offload, "tune": tuned.tune, "long": long_load.long,
     "quantize": sections.quantize, "shared_gpu": sections.shared_gpu, "parallel": sections.parallel,
 }  # fmt: skip
-SECTIONS = ("families", "accuracy", "folders", *SHAPED)
+SECTIONS = ("families", "accuracy", "folders", *SHAPED, *several.SECTIONS)
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
 
@@ -117,6 +118,8 @@ def _measure(name: str, place: Place, smollm2: Path | None, keeper: Keeper) -> N
         if smollm2 is None:
             raise SystemExit(f"{name} needs --smollm2")
         getattr(sections, name)(place, smollm2.resolve(), keeper.result, keeper.keep)
+    elif name in several.SECTIONS:
+        several.SECTIONS[name](place, keeper.result, keeper.keep)
     else:
         model = place.scratch / MODEL
         if not model.is_dir():
@@ -139,6 +142,8 @@ def left_out(name: str, gpus: int, nccl: list[int]) -> str:
     """Why the section cannot be measured on so many GPUs and with that NCCL, or nothing."""
     if name == "parallel" and gpus < 2:
         return "this machine has one GPU"
+    if name in several.SECTIONS and gpus < several.GPUS:
+        return f"it needs {several.GPUS} GPUs, and this machine has {gpus}"
     if name == "shared_gpu" and gpus > 1:
         return "this machine has a GPU for each rank"
     if name == "shared_gpu" and nccl < SHARING_NCCL:

@@ -406,10 +406,13 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int, levels: l
 
 
 def vllm_throughput(engine: str, levels: list[int]) -> dict[str, dict[str, float]]:
-    """Output tokens a second of vLLM in this process, by requests in flight.
+    """Output tokens a second of vLLM in this process, by requests in flight."""
+    without_multicast()
+    return loop.measure(Vllm(Path(engine)), levels, None)
 
-    Its ranks add up without NVLink's multicast: on a host that others share it can put the GPUs out of service.
-    """
+
+def without_multicast() -> None:
+    """Have vLLM's ranks add up without NVLink's multicast, which can put the GPUs of a shared host out of service."""
     import functools
     import os
 
@@ -418,7 +421,6 @@ def vllm_throughput(engine: str, levels: list[int]) -> dict[str, dict[str, float
     os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
     passes = {"pass_config": {"fuse_allreduce_rms": False}}
     vllm.EngineArgs = functools.partial(vllm.EngineArgs, compilation_config=passes)
-    return loop.measure(Vllm(Path(engine)), levels, None)
 
 
 def quantized(model: str, scratch: str, samples: int) -> dict[str, Any]:

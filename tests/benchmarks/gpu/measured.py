@@ -17,6 +17,8 @@ from tests.benchmarks.gpu import inside, loop
 def Runtime(folder: Path, **options: Any) -> Any:  # noqa: N802  # the name the engine process asks for
     """The runtime, after it has been measured. A model of two instances is one engine: it is measured once."""
     name = json.loads((folder / "passport.json").read_text(encoding="utf-8"))["runtime"]
+    if name == "vllm":
+        inside.without_multicast()
     engine = inside.ENGINES[name](folder, **options)
     asked = json.loads(os.environ["TRTPIPE_MEASURE"])
     found = loop.measure(engine, asked["levels"], asked["seconds"])

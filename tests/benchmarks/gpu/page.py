@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tests.benchmarks.gpu import comparison, served_page
+from tests.benchmarks.gpu import comparison, served_page, several_page
 
 PROTOCOLS = {
     "grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway", "native": "`vllm serve`",
@@ -76,7 +76,23 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
             drawn = [f"![tokens a second of each stack]({figure})\n"] if figure else []
             parts += ["## Which one, when\n", _STACKS, *drawn, *comparison.table(kept, _bandwidth(kept["engine"]))]
     parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
+    if "sums" in kept:
+        parts.append(_said("Sums over several GPUs", kept["sums"], several_page.sums(kept["sums"]["result"])))
+    several = [kept[name] for name in ("pairs", "fours") if name in kept]
+    for model, (title, said) in several_page.MODELS.items():
+        if found := {key: one for section in several for key, one in section["result"].get(model, {}).items()}:
+            parts.append(_said(title, several[0], said(found)))
+    if "large_served" in kept:
+        section = kept["large_served"]
+        lines = several_page.large_served(section["result"], _fronts)
+        parts.append(_said("Llama 3 70B's shapes behind our fronts", section, lines))
+    if several:
+        return "\n".join([*parts, ABSENT]) + several_page.ABSENT
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
+
+
+def _said(title: str, section: Mapping[str, Any], lines: Iterable[str]) -> str:
+    return "\n".join([f"## {title}\n", _where(section), *lines, _commands(section)])
 
 
 # Section -> its title and what it says.
@@ -91,7 +107,7 @@ SERVED: dict[str, tuple[str, Callable[..., list[str]]]] = {
 def _served(name: str, section: Mapping[str, Any], tails: str) -> str:
     title, said = SERVED[name]
     lines = said(section["result"], *([tails] if name == "long" else []))
-    return "\n".join([f"## {title}\n", _where(section), *lines, _commands(section)])
+    return _said(title, section, lines)
 
 
 _STACKS = """\

@@ -79,10 +79,9 @@ class Place:
 
         With `limit`, which is in seconds, failing is a result too: {"reason": why there is none}.
         """
-        number = len(list((self.scratch / "logs").glob("*.log")))
-        log, result = (
-            self.scratch / "logs" / f"{number}-{what.replace(':', '.')}{suffix}" for suffix in (".log", ".json")
-        )
+        # Two may be started at a time on a host of several GPUs.
+        name = f"{time.time_ns()}-{what.replace(':', '.')}"
+        log, result = (self.scratch / "logs" / f"{name}{suffix}" for suffix in (".log", ".json"))
         print("+ inside", what, flush=True)
         began = time.perf_counter()
         command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, str(result)]

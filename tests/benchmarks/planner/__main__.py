@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.planner [--fit ROUNDS] [--report FILE.md] [--peer-python PYTHON]
 
-Shares of single operations are bound by what was measured of them; overheads are fitted to whole runs. Every run is also
-judged by a fit that did not see its (GPU, model, tp): five folds. --fit writes configs/efficiency.yaml, after 0 rounds
-with the errors alone as new. --peer-python adds AIConfigurator's predictions of the same runs, a sample of them
-where those minutes end before; a later call goes on with the rest.
+Shares of single operations are bound by what was measured of them; overheads are fitted to whole runs. Every run is
+also judged by a fit that did not see its (GPU, model, tp): five folds. --fit writes configs/efficiency.yaml, after 0
+rounds with the errors alone as new. --peer-python adds AIConfigurator's predictions of the same runs, a sample of them
+where --peer-minutes are too few; a later call goes on with the rest.
 """
 
 from __future__ import annotations

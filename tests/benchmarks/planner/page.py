@@ -30,11 +30,12 @@ def report(
         "whose sources are in tests/data/published/SOURCES.md.",
         "",
         "*Fit*: with the shipped efficiencies, which were fitted to these runs. *Held out*: each run as predicted by a "
-        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds). Errors are mean absolute errors "
+        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds; each begins at the values of the "
+        "fit to all). Errors are mean absolute errors "
         "of predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count "
         "in tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a "
-        "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either card "
-        "alone fit that one best.",
+        "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either "
+        "card alone fit that one best.",
         "",
         *_summary("all runs", [("all", fitted, held)]),
         *_grouped("release", fitted, held, lambda one: f"{one.runtime} {one.release}"),
@@ -97,13 +98,14 @@ def _whole(held: Judged) -> list[str]:
     alike = [
         math.floor(predicted.tpot_ms * (one.output_tokens - 1) / one.output_tokens) / one.tpot_ms - 1
         for one, predicted in of
+        if one.tpot_ms is not None and predicted.tpot_ms is not None
     ]
     as_given = errors(of, "tpot_ms")
     return [
         f"TPOT: release {WHOLE_MS} publishes it in whole ms, 5 to 9 of them for an 8B model. Our figures for these "
         f"{len(of)} runs are off by {as_given.mean:.1%} (bias {as_given.bias:+.1%}); over all tokens of an answer "
-        f"instead of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} ({np.mean(alike):+.1%}). "
-        "Which of the two was published is not told; the tables count the first.",
+        f"instead of those after the first, and cut off to whole ms, by {np.mean(np.abs(alike)):.1%} "
+        f"({np.mean(alike):+.1%}). Which of the two was published is not told; the tables count the first.",
         "",
     ]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import Cli, Served
@@ -79,10 +81,19 @@ def test_completions_give_the_answers_that_verify_scores(
     assert found["exact_match_stderr,first word"] == pytest.approx(ours["quantized_stderr"])
 
 
-def test_chat_completions_answer_lm_eval(served: Served, url: str, tmp_path: Path) -> None:
+def test_chat_completions_are_scored_as_their_answers_are(served: Served, url: str, tmp_path: Path) -> None:
     found = lm_eval(
         tmp_path, "local-chat-completions", "capitals_generated", "--apply_chat_template",
         model=served.name, base_url=f"{url}/v1/chat/completions",
     )  # fmt: skip
-    assert 0.0 <= found["exact_match,first word"] <= 1.0
-    assert found["sample_len"] == 16
+    right = []
+    for row in map(json.loads, (TASKS / "capitals.jsonl").read_text().splitlines()):
+        asked = [{"role": "user", "content": f"The capital of {row['country']} is"}]
+        fields = {"max_tokens": 8, "temperature": 0, "stop": [".", "\n"]}
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={"model": served.name, "messages": asked, **fields}, timeout=280
+        )
+        word = re.search("[A-Z][a-z]+", answer.json()["choices"][0]["message"]["content"])
+        right.append(word is not None and word[0] == row["capital"])
+    assert found["exact_match,first word"] == pytest.approx(sum(right) / 16)
+    assert len(right) == found["sample_len"] == 16

@@ -82,6 +82,7 @@ CASES = {
             "model_image": "models", "priority_class": "serving", "runtime_class": "nvidia", "memory": "64Gi",
             "image_pull_secret": "registry", "product": "NVIDIA-H100-PCIe", "image": "mirror/triton:26.06",
             "gateway_workers": 3, "api_keys_secret": "ours", "termination_grace_seconds": 300,
+            "otlp_endpoint": "http://collector.tracing:4318",
             "tolerations": ("cloud.google.com/gke-spot=true:NoSchedule", "spot:NoExecute"),
         },
     ),
@@ -359,7 +360,7 @@ def test_nothing_secret_and_no_place_of_a_host_is_written(name: str, tmp_path: P
         "/metrics", "/apis/",
     )  # fmt: skip
     manifest = "\n".join(to_yaml(one) for path, one in made(name).items() if "configmap" not in path)
-    for path in re.findall(r"(?<![\w.>*}])/[a-z][\w/.-]*", manifest):
+    for path in re.findall(r"(?<![\w.>*}/])/[a-z][\w/.-]*", manifest):
         assert path.startswith(known), path
 
 
@@ -603,6 +604,18 @@ def test_the_gateway_is_beside_the_server_asks_for_keys_and_is_ready_when_the_mo
     assert gateway("llmapi")["command"] == front["command"]
     # Workers answer nobody.
     assert [one["name"] for one in list(templates("group"))[1]["spec"]["containers"]] == ["worker"]
+
+
+def test_traces_of_the_gateway_reach_the_collector_and_nothing_else() -> None:
+    variable = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector.tracing:4318"}
+    assert variable in gateway("dressed")["env"]
+    dns = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    assert one_policy("dressed")["spec"]["egress"] == [dns, {"ports": [{"port": 4318, "protocol": "TCP"}]}]
+    assert yaml.safe_load(charted("dressed")["values.yaml"])["traces"] == {
+        "endpoint": "http://collector.tracing:4318", "port": 4318,
+    }  # fmt: skip
+    assert one_policy("one")["spec"]["egress"] == []
+    assert "OTEL" not in json.dumps(gateway("one"))
 
 
 def test_the_command_of_the_gateway_is_one_that_trtpipe_knows() -> None:
@@ -858,6 +871,8 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
         (engine(3), "h100", {"gpus_per_node": 2}, UsageError, "tensor parallelism of 3 does not fit nodes of 2 GPUs"),
         (engine(), "h100", {"gateway_image": None}, UsageError, "for the OpenAI-compatible gateway.*--gateway-image"),
         (engine(), "h100", {"gateway_image": "a b"}, UsageError, "--gateway-image 'a b' is not an image reference"),
+        (engine(), "h100", {"otlp_endpoint": "collector:4318"}, UsageError, "'collector:4318' is not a URL"),
+        (engine(), "h100", {"otlp_endpoint": "http://x", "openai": False}, UsageError, "there is no gateway"),
         (engine(), "h100", {"gateway_workers": 0}, UsageError, "gateway_workers is 0; give at least 1"),
         (engine(), "h100", {"tolerations": ("spot",)}, UsageError, "'spot' is not a taint; write it as key=value"),
         (engine(2), "h100-mig-3g.40gb", {}, UsageError, "2 ranks cannot be on MIG slices"),

@@ -218,7 +218,7 @@ def test_a_conversation_is_the_familys_prompt(model: Model) -> None:
         assert apply_template(folder, kind.template, messages) == prompt
 
 
-def test_what_a_model_thinks_is_streamed_and_not_told_again(qwen: Model) -> None:
+def test_what_a_model_thinks_is_apart_and_not_told_again(qwen: Model) -> None:
     folder, thought = qwen.folder, "<think>\nA greeting.\n</think>\n\n"
     silent, loud = ({"chat_template_kwargs": {"enable_thinking": on}} for on in (False, True))
     prompt = qwen.kind.prompts[0]
@@ -229,12 +229,13 @@ def test_what_a_model_thinks_is_streamed_and_not_told_again(qwen: Model) -> None
         yield response([], final=True)
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
-        assert spoken(await events(client, CHAT, chat())) == f"{thought}Yo"
+        assert spoken(await events(client, CHAT, chat())) == "Yo"
+        triton.asked.clear()
         asked: dict[str, Any]
         for asked, wanted in (({}, prompt), (loud, prompt), (silent, f"{prompt}<think>\n\n</think>\n\n")):
             await client.post(CHAT, json={**chat(), **asked})
             assert triton.asked.pop().prompt == tokens_of(folder, wanted)
-        again = [{**m, "content": f"{thought}Yo"} if m["role"] == "assistant" else m for m in TALK]
+        again = [{**m, "reasoning": "A greeting."} if m["role"] == "assistant" else m for m in TALK]
         await client.post(CHAT, json={**chat(), "messages": again})
         assert triton.asked.pop().prompt == tokens_of(folder, qwen.kind.prompts[1])
         # A setting is no way to other messages.

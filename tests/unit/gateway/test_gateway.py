@@ -55,8 +55,8 @@ from trtpipe.pipeline.gateway.model_names import require_free
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
 from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
+from trtpipe.pipeline.gateway.stops import Stops
 from trtpipe.pipeline.gateway.supervisor import Gateway
-from trtpipe.pipeline.gateway.text import Stops
 from trtpipe.pipeline.net.h2.status import Code, Status
 
 # A gateway makes prompts in processes of its own.

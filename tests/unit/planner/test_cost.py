@@ -86,7 +86,7 @@ def test_a_bridge_counts_where_it_was_measured() -> None:
     ("gpu", "tp", "size", "microseconds"),
     [
         ("h100", 2, 2**16, 3.3), ("h100", 4, 2**18, 7.9), ("h100", 8, 2**17, 10.2), ("h200", 4, 2**23, 99.8),
-        ("h100", 8, 2**24, 197), ("h100", 4, 2**27, 1192), ("h200", 2, 2**26, 465), ("a100", 4, 2**27, 1927),
+        ("h100", 8, 2**27, 1090),
     ],
 )  # fmt: skip
 def test_all_reduces_over_nvlink_as_measured(gpu: str, tp: int, size: int, microseconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import xgrammar
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.support.factories import hf_folder
 from tests.support.schemas import schemas
+from tests.support.tool_models import call_text
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Output, Request, RequestRefused
@@ -24,6 +27,7 @@ from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import Guide, GuideKind, SamplingParams
 from trtpipe.pipeline.gateway.schemas import checked
 from trtpipe.pipeline.gateway.tools import required
+from trtpipe.pipeline.gateway.tools.formats import FORMATS
 from trtpipe.pipeline.gateway.tools.parser import CallParser, ToolUse
 from trtpipe.triton_repo.shared_text import tokenizer_info
 
@@ -39,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runtime(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engine")
     convert(folder, out, dtype=DataType.FLOAT32, mapping=Mapping())
     (out / "info.json").write_text(tokenizer_info(folder))
@@ -55,7 +59,19 @@ def runtime(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "build_config": {**limits, "plugin_config": {"tokens_per_block": 32}},
     }
     (out / "config.json").write_text(json.dumps(engine))
-    made = Runtime(out, guided_decoding={"tokenizer_info": str(out / "info.json")})
+    return out
+
+
+@pytest.fixture(scope="module")
+def compiling(engine: Path) -> Iterator[grammars.Grammars]:
+    made = grammars.Grammars(engine / "info.json", VOCAB)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def runtime(engine: Path) -> Iterator[Runtime]:
+    made = Runtime(engine, guided_decoding={"tokenizer_info": str(engine / "info.json")})
     yield made
     made.close()
 
@@ -125,6 +141,64 @@ def test_required_calls_of_random_sampling_are_calls_with_valid_arguments(folder
         assert seen == set(wanted)
         assert finished > 8
         assert (most > 1) == parallel
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
+def test_a_call_that_a_text_begins_has_the_strict_functions_arguments(
+    folder: Path, compiling: grammars.Grammars, form: str
+) -> None:
+    weather = {"city": {"enum": ["Oslo", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+    parameters = {"type": "object", "properties": weather, "required": ["city"]}
+    tag = FORMATS[form].structural_tag({"get_weather": required.arguments(parameters, ""), "other": {"type": "object"}})
+    guide = Guide("structural_tag", json.dumps(tag))
+    asked = request(0, guide.kind, guide.text)
+    grammar, tokenizer = compiling.compile(guide).result(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = call_text(form, "get_weather", city="x").partition('"x"')[0]
+    for seed in range(8):
+        random, matcher = np.random.default_rng(seed), grammars.Follower(grammar, asked).matcher
+        # Free text before the call, and a function of another name is no call of this one.
+        assert matcher.accept_string(("Let me see. " if form != "llama3_json" else "") + begin)
+        tokens: list[int] = []
+        parser = CallParser(ToolUse(format=form, names=("get_weather", "other"), required=False, parallel=True))
+        parser.push(begin)
+        while not parser.calls:
+            mask = xgrammar.allocate_token_bitmask(1, VOCAB)
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [n for n in range(VOCAB) if mask[0, n // 32] >> n % 32 & 1]
+            tokens.append(int(random.choice(allowed)))
+            assert matcher.accept_token(tokens[-1])
+            parser.push(tokenizer.decode(tokens[-1:], skip_special_tokens=False))
+        arguments = json.loads("".join(parser.calls[0].arguments))
+        jsonschema.Draft202012Validator({**parameters, "additionalProperties": False}).validate(arguments)
+    plain = grammars.Follower(grammar, asked)
+    assert plain.matcher.accept_string("No call at all, only text.")
+    plain.accept(END)
+    assert plain.complete
+
+
+def test_drafts_change_no_answer_that_has_a_form(folder: Path, engine: Path, runtime: Runtime, tmp_path: Path) -> None:
+    shutil.copytree(engine, tmp_path / "engine")
+    config = json.loads((engine / "config.json").read_text())
+    config["build_config"] |= {"speculative_decoding_mode": "ngram", "max_draft_len": 4}
+    (tmp_path / "engine" / "config.json").write_text(json.dumps(config))
+    guessing = Runtime(tmp_path / "engine", guided_decoding={"tokenizer_info": str(engine / "info.json")})
+    wanted = schemas(24, seed=4)
+    asked = [
+        request(number, "json_schema", checked(one, "schema"), max_tokens=120, **more)
+        for number, one in enumerate(wanted)
+        for more in [{"sampling": SamplingParams()} if number % 2 else {}]
+    ]
+    expected, found = run(runtime, *asked), run(guessing, *asked)
+    finished = 0
+    for number, outputs in found.items():
+        assert [t for o in outputs for t in o.tokens] == [t for o in expected[number] for t in o.tokens]
+        assert outputs[-1].finish == expected[number][-1].finish
+        if outputs[-1].finish == "end_id":
+            finished += 1
+            jsonschema.Draft202012Validator(wanted[number]).validate(json.loads(text_of(folder, outputs)))
+    assert finished > 6
+    assert guessing.stats()["accepted_draft_tokens"] > 0
+    guessing.close()
 
 
 def test_other_kinds_and_free_requests_in_one_batch(folder: Path, runtime: Runtime) -> None:

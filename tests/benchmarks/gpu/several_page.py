@@ -1,0 +1,183 @@
+"""Parts of `make gpu-e2e`'s page on several GPUs, from the JSON of the sections of `several`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tests.benchmarks.gpu import comparison
+
+WAYS = {"nccl": "NCCL", "one_shot": "one-shot", "two_shot": "two-shot"}
+HEAD = [
+    "| engine | in flight | tok/s | TTFT p50 ms | joules a token | in the model | tok/s over NCCL alone |",
+    "|---|---|---|---|---|---|---|",
+]
+
+
+def large_served(result: Mapping[str, Any], fronts: Callable[[Mapping[str, Any]], list[str]]) -> Iterator[str]:
+    """fronts: the table of what was served, of results by name."""
+    yield (
+        "Llama 3 70B's shapes in FP8 on four GPUs, built by `trtpipe build` from the folder: the engine in its own "
+        "process,\nthen behind tritonserver, our gateway and its own server, six seconds a load.\n"
+    )
+    whole = {"fp8, tp 4": {"in_process": result["in_process"], "served": result["served"]}}
+    yield "| in flight | tok/s, waves | steady | TTFT p50 ms | joules a token |"
+    yield "|---|---|---|---|---|"
+    for level, speed in result["in_process"].items():
+        spent = speed.get("joules_per_token")
+        yield (
+            f"| {level} | {speed['waves']:,.0f} | {speed['steady']:,.0f} | {speed.get('ttft_p50_ms', 0):,.0f} "
+            f"| {'' if spent is None else format(spent, '.3g')} |"
+        )
+    yield ""
+    yield from fronts(whole)
+    yield from comparison.predictions({"vLLM fp8, tp 4": (result["predicted"], result["in_process"])})
+
+
+def sums(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "A sum of bfloat16 over two GPUs and over all, microseconds of one in a CUDA graph. One-shot: each rank reads "
+        "the\nparts of all others from their memory. Two-shot: each adds up its share, then reads the other shares. "
+        "The reference\nruntime takes one-shot up to 1 MB that a rank reads, two-shot up to 8 MB, NCCL beyond. "
+        "NVLink's multicast is off.\n"
+    )
+    for ranks, found in result.items():
+        measured = found["by_bytes"]
+        ways = [way for way in WAYS if way in measured]
+        yield f"{ranks} GPUs:\n"
+        yield f"| bytes | {' | '.join(WAYS[way] for way in ways)} |"
+        yield "|---" * (len(ways) + 1) + "|"
+        for nbytes in measured["nccl"]:
+            times = [measured[way].get(nbytes) for way in ways]
+            yield f"| {int(nbytes):,} | {' | '.join('' if one is None else f'{one:.1f}' for one in times)} |"
+        ordered = [WAYS[way] for way in ways if measured["in_order"][way]]
+        yield f"\nThe same bits as a sum in the order of the ranks: {', '.join(ordered) or 'none'}.\n"
+    probes = [found["probe"].rstrip() for found in result.values() if "probe" in found]
+    if probes:
+        yield "What `trtpipe probe` measured:\n"
+        yield "\n".join(["```yaml", "\n".join(probes), "```\n"])
+
+
+def tensor_parallel(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "Llama 3 8B's shapes, our TensorRT-LLM checkpoint of each number of ranks, a process and a GPU a rank. One "
+        "GPU and two\nran while other GPUs of the host worked.\n"
+    )
+    yield "| precision | in flight | GPUs | tok/s | over one GPU | tok/s over NCCL alone | in the model |"
+    yield "|---|---|---|---|---|---|---|"
+    for dtype in ("bf16", "fp8"):
+        alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
+        for ranks in (1, 2, 4):
+            one = result.get(f"reference {dtype}, tp {ranks}", {})
+            for level, speed in one.get("in_process", {}).items():
+                ratio = f"{speed['waves'] / alone[level]['waves']:.2f}" if level in alone and ranks > 1 else ""
+                yield (
+                    f"| {dtype} | {level} | {ranks} | {speed['waves']:,.0f} | {ratio} | {_nccl(one, level)} "
+                    f"| {speed['model_share']:.0%} |"
+                )
+    yield ""
+    yield from _equality(result)
+    yield from _bound(result)
+
+
+def _bound(result: Mapping[str, Any]) -> Iterator[str]:
+    """What of a step on one GPU no second GPU can take."""
+    for dtype in ("bf16", "fp8"):
+        alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
+        for level, speed in alone.items():
+            outside = 1 - speed["model_share"]
+            yield (
+                f"- {dtype}, {level} in flight: {outside:.0%} of one GPU's time passes outside the model, in the "
+                f"process that plans, samples and answers; were the model twice as fast, all would be "
+                f"{1 / (outside + speed['model_share'] / 2):.2f} times as fast, and four times "
+                f"{1 / (outside + speed['model_share'] / 4):.2f}."
+            )
+    yield ""
+
+
+def engines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Engines by name, whatever their runtime, number of GPUs and precision."""
+    yield from HEAD
+    for name, one in result.items():
+        for level, speed in one.get("in_process", {}).items():
+            spent = speed.get("joules_per_token")
+            share = f"{speed['model_share']:.0%}" if "model_share" in speed else ""
+            yield (
+                f"| {name} | {level} | {speed['waves']:,.0f} | {speed['ttft_p50_ms']:,.0f} "
+                f"| {'' if spent is None else format(spent, '.3g')} | {share} | {_nccl(one, level)} |"
+            )
+    yield ""
+    for name, one in result.items():
+        if "reason" in one:
+            yield f"- {name} was not measured: {one['reason']}.\n"
+    beside = [name for name, one in result.items() if one.get("beside")]
+    if beside:
+        yield f"Measured while other GPUs of the host worked: {'; '.join(beside)}.\n"
+    yield from _equality(result)
+    yield from comparison.predictions(
+        {
+            name: (one["predicted"], one["in_process"])
+            for name, one in result.items()
+            if "predicted" in one and "in_process" in one
+        }
+    )
+
+
+def _nccl(one: Mapping[str, Any], level: str) -> str:
+    found = one.get("nccl", {}).get(level)
+    return f"{found['waves']:,.0f}" if found else ""
+
+
+def _equality(result: Mapping[str, Any]) -> Iterator[str]:
+    compared = {name: one for name, one in result.items() if "again" in one and ", tp 1" not in name}
+    if not compared:
+        return
+    yield "Steps of eight greedy answers whose logits are the same bits:\n"
+    yield "| engine | ranks apart, and in one process | ranks apart, once more |"
+    yield "|---|---|---|"
+    for name, one in compared.items():
+        yield f"| {name} | {_steps(one.get('one_process'))} | {_steps(one['again'])} |"
+    yield ""
+
+
+def _steps(steps: Mapping[str, Any] | None) -> str:
+    if steps is None:
+        return "one GPU does not hold them"
+    most = "" if steps["equal"] == steps["steps"] else f", else {steps['largest']:.3g} at most"
+    return f"{steps['equal']:,} of {steps['steps']:,}{most}"
+
+
+def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "vLLM from the folder; the reference runtime from our checkpoint, where tp divides every expert among the "
+        "ranks and\nep gives each rank whole experts. It records no step of a model with experts as a CUDA graph: how "
+        "many tokens an expert\nhas is counted on the host.\n"
+    )
+    yield from engines(result)
+
+
+def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "70 GB of weights from a seed, written in FP8, 128 tokens in and 128 out, all requests starting together. vLLM "
+        "from\nthe folder, the reference runtime from our TensorRT-LLM checkpoint. vLLM on four GPUs is below.\n"
+    )
+    yield from engines(result)
+    yield (
+        "The study's table says of Llama 3 on an H100 in FP8: 4.6 times the throughput of an A100 and 4.4 times lower "
+        "latency to\nthe first token. No A100 was at hand: these figures are the H100's side of that ratio alone.\n"
+    )
+
+
+# Model -> the title of its part, and what that says.
+MODELS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+    "llama3-8b": ("Tensor parallelism of the reference runtime", tensor_parallel),
+    "llama3-70b": ("Llama 3 70B's shapes", llama70b),
+    "mixtral-8x7b": ("Mixtral 8x7B's shapes", mixtral),
+}
+
+
+ABSENT = """\
+- **Llama 3 70B's shapes in BF16.** 140 GB of weights on four GPUs: not tried, the GPUs' time was spent on FP8.
+- **Eight GPUs.** None were lent.
+- All that one GPU of this kind was measured for is in [h100.md](h100.md).
+"""
