@@ -167,7 +167,7 @@ def _one(place: Place, job: Job) -> dict[str, Any]:
     there = RANKS | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.devices))}
     shared: dict[str, Any] = {"engine": str(engine(place, job)), "levels": list(job.levels)}
     if job.runtime == "vllm":
-        found = place.inside("vllm_throughput", environment=there, limit=PATIENCE, **shared)
+        found = place.inside("in_process:vllm_throughput", environment=there, limit=PATIENCE, **shared)
         return found if "reason" in found else {"in_process": found}
     top = SMALL["vocab_size"] if changes() else 30_000
     prompts = np.random.default_rng(1).integers(2, top, (PROMPTS, PROMPT)).tolist()
