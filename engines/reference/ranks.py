@@ -15,8 +15,10 @@ from torch.distributed import _symmetric_memory
 
 # Sums of up to so many bytes are made by the GPUs in each other's memory; NCCL is faster for larger ones.
 _SHARED_BYTES = 8 << 20
-# Of them, those for which a rank reads at most so many bytes of the others are read whole by every rank. Of larger ones
-# each rank adds up a part.
+# The same of two ranks, for which NCCL is faster up to so many bytes too.
+_NCCL_BYTES_OF_TWO = (1 << 20) - 1
+# Sums for which a rank reads at most so many bytes of the others are read whole by every rank. Of larger ones each rank
+# adds up a part.
 _ONE_SHOT_BYTES = 1 << 20
 # Sums in shared memory are made of whole words of so many bytes.
 _WORD = 16
@@ -79,7 +81,8 @@ class Apart:
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         (part,) = parts
         part = part.contiguous()
-        if self._shared is None or part.nbytes > _SHARED_BYTES or part.nbytes % (_WORD * self._size):
+        least = _NCCL_BYTES_OF_TWO if self._size == 2 else 0
+        if self._shared is None or not least < part.nbytes <= _SHARED_BYTES or part.nbytes % (_WORD * self._size):
             torch.distributed.all_reduce(part)
             return part
         shared, flat = self._shared[: part.numel()], part.view(-1)

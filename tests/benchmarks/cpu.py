@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import inside, loop
+from tests.benchmarks.gpu import in_process, loop
 from tests.support.paths import ROOT
 
 RUNTIMES, DTYPES, LEVELS = ("reference", "vllm"), ("bf16", "fp32"), (1, 8, 32)
@@ -45,7 +45,7 @@ def build(model: Path, dtype: str, runtime: str, scratch: Path) -> Path:
 def one(runtime: str, engine: Path) -> dict[str, Any]:
     """What a runtime gives in this process: seconds to load, tokens a second by requests in flight, memory."""
     began = time.perf_counter()
-    made = inside.ENGINES[runtime](engine, device="cpu", enable_kv_cache_reuse=False)
+    made = in_process.ENGINES[runtime](engine, device="cpu", enable_kv_cache_reuse=False)
     loaded = time.perf_counter() - began
     found = {str(level): loop.waves(made, level, TOKENS, TOKENS, waves=1)["waves"] for level in LEVELS}
     there = {one.name for one in importlib.metadata.distributions()}

@@ -99,6 +99,10 @@ def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_pat
         found = list(pool.map(front.text, [*names.values()] * 2))
     assert found == [*expected.values()] * 2
 
+    # The command names an adapter as a request does.
+    said = cli.ok("generate", "once", "--raw", "--max-tokens", "16", "--adapter", "second", *HERE).out
+    assert said == front.text(names["second"], prompt="once", max_tokens=16, ignore_eos=False) + "\n"
+
     # A long answer outlives its adapter, and is the one that it would have been.
     before = front.text(names["second"], max_tokens=400)
     running: list[str] = []

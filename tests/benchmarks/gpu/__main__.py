@@ -123,7 +123,7 @@ def _measure(name: str, place: Place, smollm2: Path | None, keeper: Keeper) -> N
     else:
         model = place.scratch / MODEL
         if not model.is_dir():
-            place.inside("synthetic", folder=str(model))
+            place.inside("synthetic:write", folder=str(model))
         SHAPED[name](place, model, keeper.result, keeper.keep)
 
 

@@ -41,7 +41,7 @@ def main() -> int:
     (scratch / "logs").mkdir(parents=True, exist_ok=True)
     model = scratch / MODEL
     if not model.is_dir():
-        Place(scratch, chosen.engine_python, "").inside("synthetic", folder=str(model))
+        Place(scratch, chosen.engine_python, "").inside("synthetic:write", folder=str(model))
     started = []
     for gpu, names in enumerate(chosen.lists):
         own = scratch / f"gpu{gpu}"

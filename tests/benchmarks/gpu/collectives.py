@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.gpu import loop
-from tests.benchmarks.gpu.inside import Reference, _decoded, compare_steps
+from tests.benchmarks.gpu.in_process import Reference
+from tests.benchmarks.gpu.steps import compare_steps, decoded
 from tests.support.paths import ROOT
 
 # Bytes of a sum, and of those that GPUs make in each other's memory.
@@ -146,14 +147,14 @@ def tensor_parallel(
     if together:
         settings["kv_cache_tokens"] = TOKENS
     apart = Reference(folder, **settings)
-    said = _decoded(apart, prompts, new, logits=True)
-    out: dict[str, Any] = {"again": compare_steps(said, _decoded(apart, prompts, new, logits=True))}
+    said = decoded(apart, prompts, new, logits=True)
+    out: dict[str, Any] = {"again": compare_steps(said, decoded(apart, prompts, new, logits=True))}
     out["in_process"] = _measured(apart, levels)
     _close(apart)
     del apart
     if together:
         one = Reference(folder, **{**settings, "apart": False})
-        out["one_process"] = compare_steps(said, _decoded(one, prompts, new, logits=True))
+        out["one_process"] = compare_steps(said, decoded(one, prompts, new, logits=True))
         del one
     if nccl:
         from trtpipe.engines.reference import parallel, ranks

@@ -11,15 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu import inside, loop
+from tests.benchmarks.gpu import in_process, loop
 
 
 def Runtime(folder: Path, **options: Any) -> Any:  # noqa: N802  # the name the engine process asks for
     """The runtime, after it has been measured. A model of two instances is one engine: it is measured once."""
     name = json.loads((folder / "passport.json").read_text(encoding="utf-8"))["runtime"]
     if name == "vllm":
-        inside.without_multicast()
-    engine = inside.ENGINES[name](folder, **options)
+        in_process.without_multicast()
+    engine = in_process.ENGINES[name](folder, **options)
     asked = json.loads(os.environ["TRTPIPE_MEASURE"])
     found = loop.measure(engine, asked["levels"], asked["seconds"])
     Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")

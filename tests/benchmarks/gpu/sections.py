@@ -51,7 +51,7 @@ NEW = 48
 
 def families(place: Place, out: dict[str, Any]) -> None:
     """A small random model of each family: the reference runtime's greedy answers on the GPU, and transformers'."""
-    out["rows"] = place.inside("families", scratch=str(place.scratch / "families"))["rows"]
+    out["rows"] = place.inside("families:compare", scratch=str(place.scratch / "families"))["rows"]
 
 
 def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> None:
@@ -70,10 +70,10 @@ def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> No
         folders[dtype] = str(engine)
         told[dtype] = str(place.scratch / f"{dtype}.npz")
         answers[dtype] = place.inside(
-            "vllm_scores", engine=str(engine), rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
+            "scores:vllm", engine=str(engine), rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
         )
     found = place.inside(
-        "reference_scores", engines=engines, folders=folders, vllm=told, rows=str(rows), greedy=prompts, new=NEW
+        "scores:reference", engines=engines, folders=folders, vllm=told, rows=str(rows), greedy=prompts, new=NEW
     )
     greedy = []
     for dtype in PRECISIONS:
@@ -105,7 +105,7 @@ def folders(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> Non
         made[dtype] = str(place.build(smollm2, dtype, "vllm", *settings) / "engine")
         told[dtype] = str(place.scratch / f"{dtype}.npz")
         found = place.inside(
-            "vllm_scores", engine=made[dtype], rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
+            "scores:vllm", engine=made[dtype], rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
         )
         answers.append(
             {
@@ -114,7 +114,7 @@ def folders(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> Non
             }
         )  # fmt: skip
     scores = place.inside(
-        "reference_scores", engines=engines, folders=made, vllm=told, rows=str(rows), greedy=prompts[:1], new=NEW
+        "scores:reference", engines=engines, folders=made, vllm=told, rows=str(rows), greedy=prompts[:1], new=NEW
     )
     place.forget()
     out.update(
@@ -213,7 +213,7 @@ def study(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
             continue
         said = predicted.together(place.gpu, dtype, "vllm", LEVELS[:3])
         run = place.build(model, dtype, "vllm")
-        found = place.inside("vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
+        found = place.inside("in_process:vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
         out[dtype] = {"predicted": said, "in_process": found, "bytes_a_token": bytes_a_token(run / "engine")}
         keep()
         place.forget()
@@ -245,7 +245,7 @@ def parallel(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
     _ranks(place, model, LEVELS[:3], {}, out, keep)
     said = predicted.together(place.gpu, "fp8", "vllm", LEVELS[:3], tp=2)
     run = place.build(model, "fp8", "vllm", "tp=2")
-    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
+    out["vllm_fp8"] = place.inside("in_process:vllm_throughput", engine=str(run / "engine"), levels=LEVELS[:3])
     out["vllm_fp8_predicted"] = said
     place.forget()
 
@@ -262,7 +262,13 @@ def _ranks(
         two = place.build(model, dtype, "reference", "tp=2") / "engine"
         one = place.build(model, dtype, "reference") / "engine"
         out[dtype] = place.inside(
-            "ranks", environment=environment, engine=str(two), alone=str(one), prompts=prompts, new=32, levels=levels
+            "ranks:compare",
+            environment=environment,
+            engine=str(two),
+            alone=str(one),
+            prompts=prompts,
+            new=32,
+            levels=levels,
         )
         keep()
         place.forget()

@@ -83,21 +83,24 @@ PAIRS = (
         Job(LLAMA8, "reference", FIRST[:1]),
         Job(LLAMA70, "vllm", FIRST),
         Job(MIXTRAL, "vllm", FIRST, fp8=False),
-        Job(MIXTRAL, "reference", FIRST, levels=LOADS[:2], together=True),
     ),
     (
         Job(LLAMA8, "reference", SECOND, together=True, nccl=LOADS[:2]),
         Job(LLAMA8, "reference", SECOND[:1], fp8=False),
-        Job(LLAMA70, "reference", SECOND, nccl=LOADS[:1]),
         Job(MIXTRAL, "vllm", SECOND[:1]),
-        Job(MIXTRAL, "reference", SECOND, ep=2, levels=LOADS[:2], together=True),
+        Job(LLAMA70, "reference", SECOND, nccl=LOADS[:1]),
     ),
 )
 FOURS = (
-    Job(LLAMA8, "reference", ALL, fp8=False, together=True),
+    Job(LLAMA8, "reference", ALL, fp8=False, together=True, nccl=LOADS[:1]),
     Job(LLAMA8, "reference", ALL),
-    Job(LLAMA70, "reference", ALL, nccl=LOADS[:1]),
-    Job(MIXTRAL, "vllm", ALL, ep=4),
+    Job(LLAMA70, "reference", ALL),
+)
+WHOLE_EXPERTS = (Job(MIXTRAL, "vllm", ALL, ep=4),)
+# A part of each expert on each of two GPUs, and whole ones.
+EXPERTS = (
+    (Job(MIXTRAL, "reference", FIRST, levels=LOADS[:2], together=True),),
+    (Job(MIXTRAL, "reference", SECOND, ep=2, levels=LOADS[:2], together=True),),
 )
 
 
@@ -130,7 +133,7 @@ def engine(place: Place, job: Job) -> Path:
 
 def prepare(scratch: str, gpu: str, models: Sequence[str]) -> None:
     """Write folders and engines of some of the models ahead, while GPUs measure others."""
-    for job in (*PAIRS[0], *PAIRS[1], *FOURS):
+    for job in (*PAIRS[1], *PAIRS[0], *FOURS, *WHOLE_EXPERTS):
         if job.model in models:
             engine(Place(Path(scratch), "", gpu), job)
 
@@ -167,7 +170,7 @@ def _one(place: Place, job: Job) -> dict[str, Any]:
     there = RANKS | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.devices))}
     shared: dict[str, Any] = {"engine": str(engine(place, job)), "levels": list(job.levels)}
     if job.runtime == "vllm":
-        found = place.inside("vllm_throughput", environment=there, limit=PATIENCE, **shared)
+        found = place.inside("in_process:vllm_throughput", environment=there, limit=PATIENCE, **shared)
         return found if "reason" in found else {"in_process": found}
     top = SMALL["vocab_size"] if changes() else 30_000
     prompts = np.random.default_rng(1).integers(2, top, (PROMPTS, PROMPT)).tolist()
@@ -203,6 +206,12 @@ def fours(place: Place, out: dict[str, Any], keep: Keep) -> None:
     measure(place, out, keep, FOURS)
 
 
+def experts(place: Place, out: dict[str, Any], keep: Keep) -> None:
+    """Mixtral 8x7B's shapes over two and four GPUs, with whole experts on each."""
+    measure(place, out, keep, WHOLE_EXPERTS)
+    measure(place, out, keep, *EXPERTS)
+
+
 def large_served(place: Place, out: dict[str, Any], keep: Keep) -> None:
     """Llama 3 70B's shapes in FP8 on four GPUs, built by `trtpipe build` from the folder: vLLM alone, behind our fronts
     and behind its own server."""
@@ -231,4 +240,5 @@ def _bench(place: Place, fronts: Sequence[str], out: dict[str, Any], keep: Keep)
 
 SECTIONS: dict[str, Callable[[Place, dict[str, Any], Keep], None]] = {
     "sums": sums, "pairs": pairs, "fours": fours, "large_served": large_served,
+    "experts": experts,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.convert import COMMON
-from tests.benchmarks.gpu.inside import tokenizer
+from tests.benchmarks.gpu.synthetic import tokenizer
 from trtpipe.configs import facts
 from trtpipe.engines.backends import reference, vllm
 from trtpipe.engines.backends.base import Target, Workshop

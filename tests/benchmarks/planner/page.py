@@ -30,7 +30,8 @@ def report(
         "whose sources are in tests/data/published/SOURCES.md.",
         "",
         "*Fit*: with the shipped efficiencies, which were fitted to these runs. *Held out*: each run as predicted by a "
-        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds). Errors are mean absolute errors "
+        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds; each begins at the values of the "
+        "fit to all). Errors are mean absolute errors "
         "of predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count "
         "in tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a "
         "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either "

@@ -11,8 +11,8 @@ import numpy as np
 from tests.benchmarks.gpu import comparison, features, long_load, page, predicted, served_page
 from tests.benchmarks.gpu.__main__ import left_out
 from tests.benchmarks.gpu.cards import merged
-from tests.benchmarks.gpu.inside import compare_steps
 from tests.benchmarks.gpu.place import write_load
+from tests.benchmarks.gpu.steps import compare_steps
 from trtpipe.engines.engine_process.request import Output
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.loads import Closed
