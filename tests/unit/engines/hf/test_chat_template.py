@@ -107,8 +107,8 @@ def test_a_folder_without_settings_has_no_template(tmp_path: Path) -> None:
     [
         ([{"name": "rag", "template": "x"}], "{} has several chat templates and no default one" + RAW),
         ([7, {}], "{} has several chat templates and no default one" + RAW),
-        ({"default": "x"}, "the chat template of {} is a dict" + RAW),
-        (7, "the chat template of {} is a int" + RAW),
+        ({"default": "x"}, "the chat template of {} is a mapping" + RAW),
+        (7, "the chat template of {} is a number" + RAW),
     ],
 )
 def test_a_template_that_is_none_is_refused(folder: Path, template: Any, message: str) -> None:
