@@ -22,8 +22,8 @@ _NCCL_BYTES_OF_TWO = 1 << 20
 _ONE_SHOT_BYTES = 1 << 20
 # Sums in shared memory are made of whole words of so many bytes.
 _WORD = 16
-# Types that torch's kernels for shared memory add up.
-_SUMMED = (torch.bfloat16, torch.float32)
+# Types that torch's kernels for shared memory add up, and numbers of ranks that they are made for.
+_SUMMED, _KERNEL_RANKS = (torch.bfloat16, torch.float32), (2, 4, 8)
 
 
 class Ranks(Protocol):
@@ -71,7 +71,7 @@ class Apart:
         self._size = size
         self._shared: torch.Tensor | None = None
         group = torch.distributed.group.WORLD
-        if group is not None and dtype in _SUMMED and _peers(size):
+        if group is not None and dtype in _SUMMED and size in _KERNEL_RANKS and _peers(size):
             self._shared = _symmetric_memory.empty(
                 _SHARED_BYTES // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
             )

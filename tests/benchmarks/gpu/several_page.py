@@ -71,8 +71,8 @@ def tensor_parallel(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Itera
     )
     if any(name.endswith("tp 2") and "nccl_below" not in one for name, one in result.items()):
         yield (
-            "When two ranks were measured they made all sums of up to 8 MB in shared memory. NCCL was the faster way for "
-            "few requests,\nso that two ranks take it below 1 MB since then.\n"
+            "When two ranks were measured they made all sums of up to 8 MB in shared memory. NCCL was the faster way "
+            "for few requests,\nso that two ranks take it below 1 MB since then.\n"
         )
     yield "| precision | in flight | GPUs | tok/s, shared memory | over one GPU | tok/s, NCCL alone | over one GPU |"
     yield "|---|---|---|---|---|---|---|"
