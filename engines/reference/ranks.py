@@ -15,15 +15,15 @@ from torch.distributed import _symmetric_memory
 
 # Sums of up to so many bytes are made by the GPUs in each other's memory; NCCL is faster for larger ones.
 _SHARED_BYTES = 8 << 20
-# The same of two ranks, for which NCCL is faster up to so many bytes too.
-_NCCL_BYTES_OF_TWO = (1 << 20) - 1
+# Two ranks make sums of at least so many bytes so, for NCCL is faster for smaller ones too.
+_NCCL_BYTES_OF_TWO = 1 << 20
 # Sums for which a rank reads at most so many bytes of the others are read whole by every rank. Of larger ones each rank
 # adds up a part.
 _ONE_SHOT_BYTES = 1 << 20
 # Sums in shared memory are made of whole words of so many bytes.
 _WORD = 16
-# Types that torch's kernels for shared memory add up.
-_SUMMED = (torch.bfloat16, torch.float32)
+# Types that torch's kernels for shared memory add up, and numbers of ranks that they are made for.
+_SUMMED, _KERNEL_RANKS = (torch.bfloat16, torch.float32), (2, 4, 8)
 
 
 class Ranks(Protocol):
@@ -61,9 +61,9 @@ class Together:
 class Apart:
     """Rank `rank` of `size`, one in each process of torch's default process group; its tensors are of `dtype`.
 
-    Where every rank has a GPU of its own that reads the memory of the others, they make small sums there, in less time
-    than NCCL (docs/measurements/h100-x4.md) and in the order of the ranks, as in one process. NCCL has an order of its
-    own, which makes no difference for two ranks.
+    Where every rank has a GPU of its own that reads the memory of the others, they make sums there, where that
+    takes less time than NCCL (docs/measurements/h100-x4.md), and in the order of the ranks, as in one process. NCCL has
+    an order of its own, which makes no difference for two ranks.
     """
 
     def __init__(self, rank: int, size: int, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ class Apart:
         self._size = size
         self._shared: torch.Tensor | None = None
         group = torch.distributed.group.WORLD
-        if group is not None and dtype in _SUMMED and _peers(size):
+        if group is not None and dtype in _SUMMED and size in _KERNEL_RANKS and _peers(size):
             self._shared = _symmetric_memory.empty(
                 _SHARED_BYTES // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
             )
@@ -81,8 +81,8 @@ class Apart:
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         (part,) = parts
         part = part.contiguous()
-        least = _NCCL_BYTES_OF_TWO if self._size == 2 else 0
-        if self._shared is None or not least < part.nbytes <= _SHARED_BYTES or part.nbytes % (_WORD * self._size):
+        fits = least_shared(self._size) <= part.nbytes <= _SHARED_BYTES and part.nbytes % (_WORD * self._size) == 0
+        if self._shared is None or not fits:
             torch.distributed.all_reduce(part)
             return part
         shared, flat = self._shared[: part.numel()], part.view(-1)
@@ -98,6 +98,11 @@ class Apart:
         gathered = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
         torch.distributed.all_gather(gathered, part.contiguous())
         return torch.cat(gathered, dim=-1)
+
+
+def least_shared(size: int) -> int:
+    """Least bytes of a sum of `size` ranks that is made in shared memory."""
+    return _NCCL_BYTES_OF_TWO if size == 2 else 0
 
 
 def _peers(size: int) -> bool:

@@ -17,6 +17,7 @@ from tests.benchmarks.gpu import loop
 from tests.benchmarks.gpu.in_process import Reference
 from tests.benchmarks.gpu.steps import compare_steps, decoded
 from tests.support.paths import ROOT
+from trtpipe.engines.reference.ranks import least_shared
 
 # Bytes of a sum, and of those that GPUs make in each other's memory.
 SIZES = [1 << power for power in range(10, 29, 2)]
@@ -150,6 +151,7 @@ def tensor_parallel(
     said = decoded(apart, prompts, new, logits=True)
     out: dict[str, Any] = {"again": compare_steps(said, decoded(apart, prompts, new, logits=True))}
     out["in_process"] = _measured(apart, levels)
+    out["nccl_below"] = least_shared(apart.runtime.config.mapping.tp_size)
     _close(apart)
     del apart
     if together:

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import comparison
+from tests.benchmarks.gpu.several import EXPERTS, FOURS, PAIRS, WHOLE_EXPERTS
 
+EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS, WHOLE_EXPERTS, *EXPERTS) for job in jobs]
 WAYS = {"nccl": "NCCL", "one_shot": "one-shot", "two_shot": "two-shot"}
+# Sums in a step of Llama 3 8B's 32 layers, and the measured size that is next above one token's 8 KB.
+SUMS, SUM_OF_ONE = 64, "16384"
 HEAD = [
     "| engine | in flight | tok/s | TTFT p50 ms | joules a token | in the model | tok/s over NCCL alone |",
     "|---|---|---|---|---|---|---|",
@@ -38,8 +42,8 @@ def sums(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "A sum of bfloat16 over two GPUs and over all, microseconds of one in a CUDA graph. One-shot: each rank reads "
         "the\nparts of all others from their memory. Two-shot: each adds up its share, then reads the other shares. "
-        "The reference\nruntime takes one-shot up to 1 MB that a rank reads, two-shot up to 8 MB, NCCL beyond. "
-        "NVLink's multicast is off.\n"
+        "The reference\nruntime takes one-shot up to 1 MB that a rank reads, two-shot up to 8 MB, NCCL beyond, and for "
+        "two ranks below\n1 MB too. NVLink's multicast is off.\n"
     )
     for ranks, found in result.items():
         measured = found["by_bytes"]
@@ -58,46 +62,68 @@ def sums(result: Mapping[str, Any]) -> Iterator[str]:
         yield "\n".join(["```yaml", "\n".join(probes), "```\n"])
 
 
-def tensor_parallel(result: Mapping[str, Any]) -> Iterator[str]:
+def tensor_parallel(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Iterator[str]:
+    """sums: what the section of that name found, where it ran."""
     yield (
         "Llama 3 8B's shapes, our TensorRT-LLM checkpoint of each number of ranks, a process and a GPU a rank. One "
-        "GPU and two\nran while other GPUs of the host worked.\n"
+        'GPU and two\nran while other GPUs of the host worked. "NCCL alone" is the same engine without sums in shared '
+        "memory.\n"
     )
-    yield "| precision | in flight | GPUs | tok/s | over one GPU | tok/s over NCCL alone | in the model |"
+    if any(name.endswith("tp 2") and "nccl_below" not in one for name, one in result.items()):
+        yield (
+            "When two ranks were measured they made all sums of up to 8 MB in shared memory. NCCL was the faster way "
+            "for few requests,\nso that two ranks take it below 1 MB since then.\n"
+        )
+    yield "| precision | in flight | GPUs | tok/s, shared memory | over one GPU | tok/s, NCCL alone | over one GPU |"
     yield "|---|---|---|---|---|---|---|"
     for dtype in ("bf16", "fp8"):
         alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
         for ranks in (1, 2, 4):
             one = result.get(f"reference {dtype}, tp {ranks}", {})
             for level, speed in one.get("in_process", {}).items():
-                ratio = f"{speed['waves'] / alone[level]['waves']:.2f}" if level in alone and ranks > 1 else ""
+                through = one.get("nccl", {}).get(level)
+                ratios = [_over(way, alone.get(level)) if ranks > 1 else "" for way in (speed, through)]
                 yield (
-                    f"| {dtype} | {level} | {ranks} | {speed['waves']:,.0f} | {ratio} | {_nccl(one, level)} "
-                    f"| {speed['model_share']:.0%} |"
+                    f"| {dtype} | {level} | {ranks} | {speed['waves']:,.0f} | {ratios[0]} | {_nccl(one, level)} "
+                    f"| {ratios[1]} |"
                 )
     yield ""
     yield from _equality(result)
-    yield from _bound(result)
+    yield from _bound(result, sums)
 
 
-def _bound(result: Mapping[str, Any]) -> Iterator[str]:
-    """What of a step on one GPU no second GPU can take."""
+def _over(speed: Mapping[str, float] | None, alone: Mapping[str, float] | None) -> str:
+    return f"{speed['waves'] / alone['waves']:.2f}" if speed and alone else ""
+
+
+def _bound(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Iterator[str]:
+    """What two GPUs could reach at most, by what no second GPU takes and by what sums take."""
+    yield "Why two GPUs are not twice as fast:\n"
     for dtype in ("bf16", "fp8"):
         alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
         for level, speed in alone.items():
             outside = 1 - speed["model_share"]
             yield (
                 f"- {dtype}, {level} in flight: {outside:.0%} of one GPU's time passes outside the model, in the "
-                f"process that plans, samples and answers; were the model twice as fast, all would be "
-                f"{1 / (outside + speed['model_share'] / 2):.2f} times as fast, and four times "
-                f"{1 / (outside + speed['model_share'] / 4):.2f}."
+                f"process that plans, samples and answers. Were the model twice as fast, all would be "
+                f"{1 / (outside + speed['model_share'] / 2):.2f} times as fast."
+            )
+        two = result.get(f"reference {dtype}, tp 2", {}).get("nccl", {}).get("1")
+        if two and "1" in alone and "2" in sums:
+            one_sum = sums["2"]["by_bytes"]["nccl"][SUM_OF_ONE] * 1e-6
+            without = 1 / two["waves"] - SUMS * one_sum
+            yield (
+                f"- {dtype}, 1 in flight: of the {1e3 / two['waves']:.2f} ms between two tokens on two GPUs {SUMS} "
+                f"sums of one token take {SUMS * one_sum * 1e3:.2f}. If sums took no time, two GPUs would be "
+                f"{1 / without / alone['1']['waves']:.2f} times as fast as one."
             )
     yield ""
 
 
 def engines(result: Mapping[str, Any]) -> Iterator[str]:
     """Engines by name, whatever their runtime, number of GPUs and precision."""
-    yield from HEAD
+    if any("in_process" in one for one in result.values()):
+        yield from HEAD
     for name, one in result.items():
         for level, speed in one.get("in_process", {}).items():
             spent = speed.get("joules_per_token")
@@ -107,10 +133,19 @@ def engines(result: Mapping[str, Any]) -> Iterator[str]:
                 f"| {'' if spent is None else format(spent, '.3g')} | {share} | {_nccl(one, level)} |"
             )
     yield ""
+    waiting = {name: one["predicted"] for name, one in result.items() if "predicted" in one and "in_process" not in one}
+    if waiting:
+        yield "What the planner predicted of engines that have not been measured:\n"
+        yield "| engine | in flight | tok/s | TTFT p50 ms |"
+        yield "|---|---|---|---|"
+        for name, said in waiting.items():
+            for level, one in said.items():
+                yield f"| {name} | {level} | {one['tokens_per_s']:,.0f} | {one['ttft_p50_ms']:,.0f} |"
+        yield ""
     for name, one in result.items():
         if "reason" in one:
             yield f"- {name} was not measured: {one['reason']}.\n"
-    beside = [name for name, one in result.items() if one.get("beside")]
+    beside = [name for name, one in result.items() if one.get("beside") and "in_process" in one]
     if beside:
         yield f"Measured while other GPUs of the host worked: {'; '.join(beside)}.\n"
     yield from _equality(result)
@@ -162,22 +197,38 @@ def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
         "from\nthe folder, the reference runtime from our TensorRT-LLM checkpoint. vLLM on four GPUs is below.\n"
     )
     yield from engines(result)
+    if not any("in_process" in one for one in result.values()):
+        return
     yield (
         "The study's table says of Llama 3 on an H100 in FP8: 4.6 times the throughput of an A100 and 4.4 times lower "
         "latency to\nthe first token. No A100 was at hand: these figures are the H100's side of that ratio alone.\n"
     )
 
 
-# Model -> the title of its part, and what that says.
+# Model -> the title of its part, and what that says; Llama 3 8B's is `tensor_parallel`.
 MODELS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
-    "llama3-8b": ("Tensor parallelism of the reference runtime", tensor_parallel),
     "llama3-70b": ("Llama 3 70B's shapes", llama70b),
     "mixtral-8x7b": ("Mixtral 8x7B's shapes", mixtral),
 }
 
 
-ABSENT = """\
-- **Llama 3 70B's shapes in BF16.** 140 GB of weights on four GPUs: not tried, the GPUs' time was spent on FP8.
-- **Eight GPUs.** None were lent.
-- All that one GPU of this kind was measured for is in [h100.md](h100.md).
-"""
+def absent(kept: Mapping[str, Any]) -> Iterator[str]:
+    """Measurements that are not there, and why."""
+    found = {
+        (model, name)
+        for section in ("pairs", "fours", "experts")
+        for model, engines in kept.get(section, {}).get("result", {}).items()
+        for name, one in engines.items()
+        if "in_process" in one
+    }
+    missing = [f"{model}: {name}" for model, name in EXPECTED if (model, name) not in found]
+    if "large_served" not in kept:
+        missing.append("llama3-70b: vLLM fp8, tp 4, alone and behind the fronts")
+    if missing:
+        yield (
+            "- **Engines of which there are no figures**: the time on a machine of four GPUs ended before their turn. "
+            "The sections\n  write them when they are run again. "
+            f"{'; '.join(missing)}.\n"
+        )
+    yield "- **Llama 3 70B's shapes in BF16**, and **eight GPUs**: not tried.\n"
+    yield "- What one GPU of this kind was measured for is in [h100.md](h100.md).\n"

@@ -309,3 +309,23 @@ def test_what_the_planner_says_of_a_load() -> None:
     # Within a fifth of what was measured there (docs/measurements/h200.md): 307 and 12,098.
     assert 250 < said["1"]["tokens_per_s"] < 370
     assert 9_700 < said["64"]["tokens_per_s"] < 14_500
+
+
+def test_several_gpus_beside_one_and_what_sums_leave() -> None:
+    by_bytes = {"nccl": {"16384": 10.0}, "one_shot": {"16384": 9.0}, "in_order": {"nccl": False, "one_shot": True}}
+    steps = {"steps": 256, "equal": 256, "largest": 0.0}
+    engines = {
+        "reference bf16, tp 1": {"in_process": {"1": {"waves": 200.0, "model_share": 0.9}}, "again": steps},
+        "reference bf16, tp 2": {
+            "in_process": {"1": {"waves": 240.0, "model_share": 0.9}}, "nccl": {"1": {"waves": 250.0}},
+            "again": steps, "one_process": {**steps, "equal": 255, "largest": 0.5}, "nccl_below": 1 << 20,
+        },
+    }  # fmt: skip
+    text = page.render({"sums": section({"2": {"by_bytes": by_bytes}}), "pairs": section({"llama3-8b": engines})})
+    assert "| 16,384 | 10.0 | 9.0 |" in text
+    assert "order of the ranks: one-shot." in text
+    assert "| bf16 | 1 | 2 | 240 | 1.20 | 250 | 1.25 |" in text
+    assert "| reference bf16, tp 2 | 255 of 256, else 0.5 at most | 256 of 256 |" in text
+    # 4 ms a token, of which 64 sums of 10 us are 0.64: 3.36 beside 5 ms.
+    assert "take 0.64. If sums took no time, two GPUs would be 1.49 times as fast as one." in text
+    assert "llama3-70b: vLLM fp8, tp 2" in text
