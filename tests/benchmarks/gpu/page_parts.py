@@ -27,4 +27,6 @@ def bandwidth(section: Mapping[str, Any]) -> float:
 
 
 def commands(section: Mapping[str, Any]) -> str:
+    if not section["commands"]:
+        return ""
     return "\n".join(["<details><summary>Commands</summary>\n", "```", *section["commands"], "```\n", "</details>\n"])
