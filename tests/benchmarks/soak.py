@@ -4,7 +4,8 @@ A tiny model is built and served through the command line. Requests arrive at a 
 through all three entry points, and through the gateway, streamed and whole; a share is left in mid-stream and a share
 is impossible. Every ten seconds 48 streams begin at once through the script, which would lock up a Python model that
 follows streams in several threads. Each second the proportional memory, file descriptors and threads of the server,
-its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory regions.
+its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory regions. Descriptors are
+counted without connections whose other end is there: they are as many as requests are in flight.
 
 Over HTTP and of the gateway a client leaves by closing; over gRPC by a `stop` request, which the engine model alone
 takes. A reset of a stream that is being written to ends tritonserver up to 25.03 itself (grpc-cancellation-race in
@@ -117,7 +118,7 @@ class Server:
         out: dict[str, float] = {"regions": len(self.regions())}
         for name, process in parts.items():
             out[f"{name} PSS MiB"] = process.memory_full_info().pss / 2**20
-            out[f"{name} descriptors"] = process.num_fds()
+            out[f"{name} descriptors"] = process.num_fds() - _connected(process)
             out[f"{name} threads"] = process.num_threads()
         return out
 
@@ -131,6 +132,11 @@ class Server:
         text = httpx.get(self.metrics, timeout=10).text
         values = {kind: int(float(number)) for kind, number in re.findall(r'_type="(\w+)"[^}]*\} (\S+)', text)}
         return values["active"] + values["waiting"], values["used"]
+
+
+def _connected(process: psutil.Process) -> int:
+    """Connections of it whose other end is there: not one that its client has closed and it has not."""
+    return sum(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
 
 
 def ask(rng: random.Random, model: str, whole: bool) -> tuple[dict[str, Any], bool]:
