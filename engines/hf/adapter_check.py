@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def checked_adapter(folder: Path, model: Geometry, most: int, dtype: DataType) -> Adapter:
     """The adapter in `folder`, for an engine of `model` that takes ranks up to `most` and computes in `dtype`.
 
-    Raises UsageError for a rank above that, InputDataError for what is no adapter of this model.
+    Raises UsageError for a rank above that, InputDataError for files that are not an adapter of this model.
     """
     adapter = read_adapter(folder)
     located_pairs(adapter, model)

@@ -28,7 +28,8 @@ class ReasoningParser:
     def __init__(self, begins: Reasoning) -> None:
         self._rest = ""  # text that may still become a mark, and white space that may precede one
         self._mark = OPEN if begins == "answer" else CLOSE  # the mark that may come next; "" in the answer's text
-        self._begun = False  # whether reasoning, or the text after it, has had a character that is no white space
+        # Whether a character other than white space has come, of the reasoning or of the text after it.
+        self._begun = False
 
     def push(self, piece: str, *, final: bool = False) -> tuple[str, str]:
         """Take the next piece of the answer, `final` if it is the last; return new reasoning and new text.

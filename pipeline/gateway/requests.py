@@ -280,7 +280,7 @@ def _place(error: ErrorDetails, raw: Any) -> str:
 
 
 def _told(one: Any) -> str:
-    """What pydantic says of an error, without the name of a class of ours."""
+    """Pydantic's message of an error, without the names of our classes."""
     return "Input should be an object" if one["type"] in ("model_type", "dict_type") else str(one["msg"])
 
 

@@ -64,7 +64,7 @@ class Objective:
         return _sign(self.kind)
 
     def missed_by(self, values: Any) -> Any:
-        """Whether a value, or each of an array, is not on the better side of the limit."""
+        """Whether a value misses the limit; for an array, one answer for each value."""
         return values >= self.limit if self.sign == "<" else values <= self.limit
 
     def excess(self, value: float | None) -> float:
