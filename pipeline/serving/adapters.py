@@ -65,9 +65,9 @@ def add(store: Store, server: Server, served: Served, name: str, source: Path) -
     require_free([taken for one in server.served for taken in one.model_names], served.model_names, name)
     there, passport = find(store, server, served), _require_changeable(server, served)
     model = _model(served.repository / ENGINE_FOLDER, passport)
+    adapter = checked_adapter(source, model, passport.build_config["max_lora_rank"], DataType(passport.dtype))
     assert there.path is not None
     _require_new(there, served, name)
-    adapter = checked_adapter(source, model, passport.build_config["max_lora_rank"], DataType(passport.dtype))
     added = added_folder(_server_folder(store, server))
     added.mkdir(exist_ok=True)
     made = lay_out(adapter, name, Path(tempfile.mkdtemp(dir=added)))
