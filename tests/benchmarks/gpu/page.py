@@ -109,7 +109,7 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
     parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
     if "sums" in kept:
         parts.append(section_text("Sums over several GPUs", kept["sums"], several_page.sums(kept["sums"]["result"])))
-    several = [kept[name] for name in ("pairs", "fours", "experts") if name in kept]
+    several = [kept[name] for name in ("pairs", "fours") if name in kept]
     found = {
         model: {key: one for section in several for key, one in section["result"].get(model, {}).items()}
         for model in ("llama3-8b", *several_page.MODELS)

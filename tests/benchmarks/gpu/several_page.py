@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import comparison
-from tests.benchmarks.gpu.several import EXPERTS, FOURS, PAIRS, WHOLE_EXPERTS
+from tests.benchmarks.gpu.several import FOURS, PAIRS
 
-EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS, WHOLE_EXPERTS, *EXPERTS) for job in jobs]
+EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS) for job in jobs]
 WAYS = {"nccl": "NCCL", "one_shot": "one-shot", "two_shot": "two-shot"}
 # Sums in a step of Llama 3 8B's 32 layers, and the measured size that is next above one token's 8 KB.
 SUMS, SUM_OF_ONE = 64, "16384"
@@ -184,9 +184,9 @@ def _steps(steps: Mapping[str, Any] | None) -> str:
 
 def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "vLLM from the folder; the reference runtime from our checkpoint, where tp divides every expert among the "
-        "ranks and\nep gives each rank whole experts. It records no step of a model with experts as a CUDA graph: how "
-        "many tokens an expert\nhas is counted on the host.\n"
+        "vLLM from the folder, in four waves; the reference runtime from our checkpoint, in two, where tp divides "
+        "every\nexpert among the ranks and ep gives each rank whole experts. It records no step of a model with "
+        "experts as a CUDA\ngraph: how many tokens an expert has is counted on the host.\n"
     )
     yield from engines(result)
 
@@ -194,7 +194,8 @@ def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
 def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "70 GB of weights from a seed, written in FP8, 128 tokens in and 128 out, all requests starting together. vLLM "
-        "from\nthe folder, the reference runtime from our TensorRT-LLM checkpoint. vLLM on four GPUs is below.\n"
+        "from\nthe folder, in four waves; the reference runtime from our TensorRT-LLM checkpoint, in two. vLLM on four "
+        "GPUs is\nbelow.\n"
     )
     yield from engines(result)
     if not any("in_process" in one for one in result.values()):
@@ -216,7 +217,7 @@ def absent(kept: Mapping[str, Any]) -> Iterator[str]:
     """Measurements that are not there, and why."""
     found = {
         (model, name)
-        for section in ("pairs", "fours", "experts")
+        for section in ("pairs", "fours")
         for model, engines in kept.get(section, {}).get("result", {}).items()
         for name, one in engines.items()
         if "in_process" in one
