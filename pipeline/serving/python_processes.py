@@ -23,7 +23,7 @@ class Stubs:
     """The Python processes of one server on this machine."""
 
     def __init__(self, server: int) -> None:
-        self._tasks = Path(f"/proc/{server}/task")
+        self._tasks = f"/proc/{server}/task"
         self._poll = select.poll()
         self._server = os.pidfd_open(server)
         self._poll.register(self._server, select.POLLIN)
@@ -67,10 +67,19 @@ class Stubs:
     def _children(self) -> set[int]:
         out: set[int] = set()
         with contextlib.suppress(OSError):  # the server or one of its threads has ended
-            for task in self._tasks.iterdir():
+            for task in os.listdir(self._tasks):
                 with contextlib.suppress(OSError):
-                    out.update(map(int, (task / "children").read_text().split()))
+                    out.update(map(int, _read(f"{self._tasks}/{task}/children").split()))
         return out
+
+
+def _read(path: str) -> bytes:
+    """A small file of /proc. A server has hundreds of threads: Python's own files take three times as long."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 2**16)
+    finally:
+        os.close(descriptor)
 
 
 def is_zombie(pid: int) -> bool:
