@@ -23,7 +23,7 @@ class Stubs:
     """The Python processes of one server on this machine."""
 
     def __init__(self, server: int) -> None:
-        self._tasks = f"/proc/{server}/task"
+        self._tasks = Path(f"/proc/{server}/task")
         self._poll = select.poll()
         self._server = os.pidfd_open(server)
         self._poll.register(self._server, select.POLLIN)
@@ -67,9 +67,9 @@ class Stubs:
     def _children(self) -> set[int]:
         out: set[int] = set()
         with contextlib.suppress(OSError):  # the server or one of its threads has ended
-            for task in os.listdir(self._tasks):
+            for task in self._tasks.iterdir():
                 with contextlib.suppress(OSError):
-                    out.update(map(int, _read(f"{self._tasks}/{task}/children").split()))
+                    out.update(map(int, _read(f"{task}/children").split()))
         return out
 
 
