@@ -110,6 +110,14 @@ def built(machines: Site, tmp_path: Path) -> Built:
     return build
 
 
+def test_a_target_is_built_where_its_card_is(built: Built, in_folder: Path) -> None:
+    ((outcome,), told) = built(plan(hf_folder(in_folder / "tiny", seed=8), gpu="a100", dtype="bf16"))
+    assert outcome.error is None
+    assert [stage for _, stage, kind, _ in told if kind == "begins"] == ["tokenizer", "convert", "build", "package"]
+    assert read_passport(Path("runs") / outcome.spec.target / "engine").made["gpu"] == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.slow
 def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
