@@ -117,9 +117,6 @@ class Grammars:
             with contextlib.suppress(ConnectionError):
                 ours.sendall(json.dumps(dataclasses.asdict(guide)).encode())
                 ours.shutdown(socket.SHUT_WR)
-                # Here too, while the process starts and imports it: that takes two seconds of processor time.
-                import xgrammar  # noqa: F401
-
                 return b"".join(iter(lambda: ours.recv(1 << 20), b""))
         return b""
 
