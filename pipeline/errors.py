@@ -52,9 +52,12 @@ def _full_outside_home(error: BaseException) -> bool:
 def _place(error: BaseException) -> str:
     if _at_home(error):
         return "set TRTPIPE_HOME to a folder that you may write"
-    if getattr(error, "filename", None) is None:
+    filename = getattr(error, "filename", None)
+    if not isinstance(filename, (str, Path)) or os.path.isfile(filename):
         return "check the permissions"
-    return "check the permissions, or name another place; runs and reports are written to the current folder"
+    if Path(filename).parts[0] in ("runs", "reports"):
+        return "run this in a folder of yours: runs and reports are written to the current folder"
+    return "check the permissions, or name another place"
 
 
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
@@ -103,6 +106,11 @@ ROWS: tuple[_Row, ...] = (
             f"{_named(error)}{getattr(error, 'strerror', error)}",
             remedy="name another place" if getattr(error, "errno", None) in PLACE else "",
         ),
+    ),
+    (
+        RuntimeError,  # of Path.resolve, before Python 3.13
+        lambda error: str(error).startswith("Symlink loop"),
+        lambda error: HostError(str(error), remedy="name another place"),
     ),
     (
         MemoryError,

@@ -73,7 +73,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--gpu"], "Option '--gpu' requires an argument; see `trtpipe plan --help`"),
         (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
         (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
-        (["--load", "chatt"], "unknown load 'chatt': it is not a YAML file either; did you mean 'chat'?"),
+        (["--load", "chatt"], "unknown load 'chatt': there is no such file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),
     ],
