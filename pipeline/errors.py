@@ -122,7 +122,7 @@ ROWS: tuple[_Row, ...] = (
     (
         UnicodeEncodeError,
         lambda error: isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason,
-        lambda error: UsageError("an argument is not text: it holds bytes that are not UTF-8"),
+        lambda error: UsageError("the input is not text: it holds bytes that are not UTF-8"),
     ),
 )
 

@@ -28,7 +28,10 @@ def bench(
     server: Annotated[str | None, _server("Name of a running server; the only one if left out.")] = None,
     target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
     protocol: Annotated[
-        str | None, _server("Protocols, one after the other: grpc, http, completions, chat; those of the server.")
+        str | None,
+        _server(
+            "Protocols, one after the other: grpc, http, completions, chat; those of the server or the URLs given."
+        ),
     ] = None,
     model: Annotated[str, _server("Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
     grpc_url: Annotated[str | None, _server("URL of an external Triton server: host:8001.")] = None,

@@ -56,7 +56,9 @@ def plan(
     disaggregated: Annotated[
         int | None,
         typer.Option(
-            metavar="GPUS", help="Rank splits of up to so many GPUs into engines for prompts and engines for answers."
+            metavar="GPUS",
+            help="Rank splits of up to so many GPUs into engines for prompts and engines for answers.",
+            max=256,  # the splits grow with its square
         ),
     ] = None,
     adapters: Annotated[

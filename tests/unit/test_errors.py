@@ -65,7 +65,9 @@ def test_a_permission_names_the_file_and_a_place_that_helps(tmp_path: Path) -> N
         assert isinstance(known, HostError)
         return str(known)
 
-    assert message("runs").endswith("; run this in a folder of yours: runs and reports are written to the current folder")
+    assert message("runs").endswith(
+        "; run this in a folder of yours: runs and reports are written to the current folder"
+    )
     assert message("/etc/page.html").endswith("; check the permissions, or name another place")
     (secret := tmp_path / "recipe.yaml").touch()
     assert message(str(secret)) == f"{secret}: Permission denied; check the permissions"

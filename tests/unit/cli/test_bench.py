@@ -21,7 +21,7 @@ def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -
     for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
         with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is not a folder"):
             api.check_place(report)
-    for report in (tmp_path, Path("")):
+    for report in (tmp_path, Path()):
         with pytest.raises(UsageError, match=rf"^{report} is a folder; give the name of a file$"):
             api.check_place(report)
     api.check_place(tmp_path / "new" / "deep" / "report.json")

@@ -357,7 +357,7 @@ def test_an_argument_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("trtpipe.pipeline.resolve.resolve", encodes)
     done = run("settings", "--model", "\udcff")
-    assert (done.status, done.error()) == (2, "an argument is not text: it holds bytes that are not UTF-8")
+    assert (done.status, done.error()) == (2, "the input is not text: it holds bytes that are not UTF-8")
 
 
 @pytest.mark.process

@@ -72,7 +72,11 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
          "--price h100-sxm is given more than once: it is h100; give it once"),
         (["--gpu"], "Option '--gpu' requires an argument; see `trtpipe plan --help`"),
         (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
-        (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
+        (["--rate", "1e300"], "rate is 1e+300; give a positive number of requests a second, at most 1,000,000"),
+        (["--page", "/"], "/ is a folder; give the name of a file"),
+        (["--page", ""], ". is a folder; give the name of a file"),
+        (["--disaggregated", "999999999"],
+         "Invalid value for '--disaggregated': 999999999 is not in the range x<=256; see `trtpipe plan --help`"),
         (["--load", "chatt"], "unknown load 'chatt': there is no such file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),
