@@ -53,9 +53,9 @@ def _place(error: BaseException) -> str:
     if _at_home(error):
         return "set TRTPIPE_HOME to a folder that you may write"
     filename = getattr(error, "filename", None)
-    if not isinstance(filename, (str, Path)) or os.path.isfile(filename):
+    if not isinstance(filename, (str, Path)) or Path(filename).is_file():
         return "check the permissions"
-    if Path(filename).parts[0] in ("runs", "reports"):
+    if Path(filename).parts[:1] in (("runs",), ("reports",)):
         return "run this in a folder of yours: runs and reports are written to the current folder"
     return "check the permissions, or name another place"
 
