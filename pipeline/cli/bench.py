@@ -264,11 +264,11 @@ def compare(
         price_per_hour=numbers(price_per_hour) or (),
         own_price=_price_of,
     )
-    console_bench.comparison(compared, as_json=as_json)
-    if html is not None:
+    if html is not None:  # before the table, whose reader may close the pipe
         from trtpipe.pipeline.bench.compare import page
 
         page.write(compared, html)
+    console_bench.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
     if refusal is not None:
         raise refusal
