@@ -4,7 +4,7 @@
 
 A case is {model: folder with config.json beside CASES.json, system, gpus, isl, osl, ttft, tpot} with times in ms.
 RANKED.jsonl gets a line for each, {case, together, split, ways}: tokens a second of a GPU of the best of either kind,
-and the best split as [engines for prompts, their GPUs, engines for answers, their GPUs]. Those that it has are left out.
+and the best split as [engines for prompts, their GPUs, engines for answers, their GPUs]. Those there are left out.
 """
 
 from __future__ import annotations
