@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import xgrammar
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -97,7 +96,7 @@ def text_of(folder: Path, outputs: list[Output]) -> str:
     return str(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens))
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_finished_answers_of_random_sampling_are_valid(folder: Path, runtime: Runtime, count: int) -> None:
     wanted = schemas(count, seed=count)
     asked = [request(number, "json_schema", checked(one, "schema")) for number, one in enumerate(wanted)]
@@ -143,10 +142,14 @@ def test_required_calls_of_random_sampling_are_calls_with_valid_arguments(folder
         assert (most > 1) == parallel
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize(
+    "form", ["hermes", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama3_json", "mistral"))]
+)
 def test_a_call_that_a_text_begins_has_the_strict_functions_arguments(
     folder: Path, compiling: grammars.Grammars, form: str
 ) -> None:
+    import xgrammar
+
     weather = {"city": {"enum": ["Oslo", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
     parameters = {"type": "object", "properties": weather, "required": ["city"]}
     tag = FORMATS[form].structural_tag({"get_weather": required.arguments(parameters, ""), "other": {"type": "object"}})
@@ -182,7 +185,7 @@ def test_drafts_change_no_answer_that_has_a_form(folder: Path, engine: Path, run
     config["build_config"] |= {"speculative_decoding_mode": "ngram", "max_draft_len": 4}
     (tmp_path / "engine" / "config.json").write_text(json.dumps(config))
     guessing = Runtime(tmp_path / "engine", guided_decoding={"tokenizer_info": str(engine / "info.json")})
-    wanted = schemas(24, seed=4)
+    wanted = schemas(12, seed=4)
     asked = [
         request(number, "json_schema", checked(one, "schema"), max_tokens=120, **more)
         for number, one in enumerate(wanted)
@@ -196,7 +199,7 @@ def test_drafts_change_no_answer_that_has_a_form(folder: Path, engine: Path, run
         if outputs[-1].finish == "end_id":
             finished += 1
             jsonschema.Draft202012Validator(wanted[number]).validate(json.loads(text_of(folder, outputs)))
-    assert finished > 6
+    assert finished > 3
     assert guessing.stats()["accepted_draft_tokens"] > 0
     guessing.close()
 
