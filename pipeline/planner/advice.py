@@ -318,7 +318,7 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     """Highest rate of clients per second within the objectives, by bisection, and its prediction; None where the rate
     is below a hundredth of what the engine could do without objectives.
     """
-    full = option.full(demand)
+    full = option.full(demand, shares=not objectives)
     if not objectives:
         return full.requests_per_s / demand.turns, full
     low, high = 0.0, full.requests_per_s / demand.turns
