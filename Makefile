@@ -142,7 +142,7 @@ golden: $(READY) ## write the golden files again; review the difference
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY) ## the documentation's site in .scratch/site; a broken link or anchor fails
-	$(BIN)/mkdocs build
+	$(BIN)/python -m mkdocs build
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
 	rm -rf .venv .venv-vllm .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

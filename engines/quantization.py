@@ -370,9 +370,13 @@ def resolve_precision(
     Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
+        # Imported here: backends import this module.
+        from trtpipe.engines import load_backend
+
+        own = load_backend(runtime).OLD_GPUS if runtime else ""
         raise UsageError(
-            f"{gpu.describe()} cannot run TensorRT-LLM engines",
-            why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
+            f"{gpu.describe()} cannot run {f'engines of the {runtime} runtime' if own else 'TensorRT-LLM engines'}",
+            why=own or gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
     reason, automatic = "requested", requested == "auto"
