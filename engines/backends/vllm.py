@@ -19,6 +19,7 @@ from trtpipe.engines.backends.base import (
     Target,
     Workshop,
     checkpoint_form,
+    reads,
     refuse_others,
     require_form,
     require_speculation,
@@ -151,7 +152,8 @@ def _require_cpu(target: Target) -> None:
         raise UsageError(
             f"vLLM does not execute {algo.value} on a CPU",
             why="it has kernels for it on GPUs alone",
-            remedy="use --runtime reference, or --dtype bf16, fp8-pc-pt or int8-pc-pt",
+            remedy=f"{'use --runtime reference, or ' if reads('reference', algo) else 'use '}"
+            + ("the unquantized model" if target.stored else "--dtype bf16, fp8-pc-pt or int8-pc-pt"),
         )
     cache = target.quantization.kv_cache_quant_algo
     if cache is not None:
