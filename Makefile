@@ -125,7 +125,7 @@ bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets
 bench-cpu: $(READY) $(VLLM_READY) ## the reference runtime beside vLLM on this machine's CPU (half an hour)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.cpu runs/smollm2-135m.cpu.fp32/model .scratch/cpu --engine-python .venv-vllm/bin/python \
-	    --report docs/measurements/cpu.md
+	    --served --report docs/measurements/cpu.md
 
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python
