@@ -127,7 +127,7 @@ class Download(Stage):
             locate_tensors(job.out),
         )
         if stored is not None:
-            stored.check(job.out, model, located)
+            stored.check(source.describe(), model, located)
         require_tokenizer(job.out)
         return notes
 

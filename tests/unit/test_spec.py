@@ -144,7 +144,7 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
     [
         (
             {"gpu": "a100", "dtype": "fp8"},
-            "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
+            "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
             "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
