@@ -281,7 +281,11 @@ def _place(error: ErrorDetails, raw: Any) -> str:
 
 def _told(one: Any) -> str:
     """Pydantic's message of an error, without the names of our classes."""
-    return "Input should be an object" if one["type"] in ("model_type", "dict_type") else str(one["msg"])
+    return (
+        "Input should be an object"
+        if one["type"] in ("model_type", "dict_type")
+        else str(one["msg"]).replace(" after validation", "")
+    )
 
 
 def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -> Failure:

@@ -219,7 +219,7 @@ UNIQUE = function(name="f", parameters={"type": "object", "uniqueItems": True})
         (chat(tools=[{"type": "custom", "custom": {"name": "x"}}]), "tools.0.type", "'function'"),
         (chat(tools=[function(name="x", parameters=[])]), "tools.0.function.parameters", "an object"),
         (chat(tools=[function(name="x", parameters={"type": "array"})]), "tools.0.function.parameters", "an object"),
-        (chat(tools=[function(name=f"x{n}") for n in range(129)]), "tools", "at most 128 items"),
+        (chat(tools=[function(name=f"x{n}") for n in range(129)]), "tools", "at most 128 items, not 129"),
         (chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "f"}}), "tool_choice", "not in"),
         (chat(tools=[WEATHER], tool_choice={"type": "function"}), "tool_choice.function", "missing"),
         (chat(tools=[WEATHER], tool_choice="always"), "tool_choice", "'none', 'auto' or 'required'"),
