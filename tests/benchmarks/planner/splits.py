@@ -61,13 +61,14 @@ def splits(python: Path, scratch: Path) -> list[str]:
         "split | best split | gain |",
         "|" + "---|" * 11,
     ]
-    alike, ratios = 0, [[], []]  # ours over theirs, of engines for both and of splits
+    alike = 0
+    ratios: list[list[float]] = [[], []]  # ours over theirs, of engines for both and of splits
     for case, theirs in zip(CASES, theirs_of, strict=True):
         both, split = ours(case)
         mine = [one.per_gpu * case.osl if one else None for one in (both, split)]
         other = [theirs["together"], theirs["split"]]
-        for row, one, of in zip(ratios, mine, other, strict=True):
-            row += [one / of] if one and of else []
+        for row, value, their in zip(ratios, mine, other, strict=True):
+            row += [value / their] if value and their else []
         alike += _gain(*mine)[:1] == _gain(*other)[:1]
         named = "" if split is None else _ways(
             (split.prompts, split.of_prompts.tp, split.answers, split.of_answers.tp)
