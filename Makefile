@@ -125,7 +125,7 @@ bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets
 bench-cpu: $(READY) $(VLLM_READY) ## the reference runtime beside vLLM on this machine's CPU (half an hour)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.cpu runs/smollm2-135m.cpu.fp32/model .scratch/cpu --engine-python .venv-vllm/bin/python \
-	    --report docs/measurements/cpu.md
+	    --served --report docs/measurements/cpu.md
 
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python
@@ -142,7 +142,7 @@ golden: $(READY) ## write the golden files again; review the difference
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY) ## the documentation's site in .scratch/site; a broken link or anchor fails
-	$(BIN)/mkdocs build
+	$(BIN)/python -m mkdocs build
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
 	rm -rf .venv .venv-vllm .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from docs.formats import rows as format_rows
 from trtpipe.configs import facts
-from trtpipe.engines import load_backend
+from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import METRICS
 from trtpipe.pipeline.cli import app
@@ -167,6 +168,8 @@ def _values(schema: dict[str, Any] | None) -> str:
         return code(schema["$ref"].rpartition("/")[2])
     if "enum" in schema or "const" in schema:
         return ", ".join(code(json.dumps(one)) for one in schema.get("enum", [schema.get("const")]))
+    if schema.get("maxItems") == 0:
+        return code("[]")
     if schema.get("type") == "array":
         return f"list of {_values(schema['items'])}"
     if "type" not in schema:
@@ -221,12 +224,18 @@ def _successor(row: Successor, runtime: str) -> str:
     return f"`{name}`" + (f": {backend.MEANS[name]}" if name in backend.MEANS else "")
 
 
+def formats() -> Iterator[str]:
+    """What ran of each format in each runtime, what is written alone, what is refused and why."""
+    yield from table(("`--dtype`", *map(code, BACKENDS)), format_rows())
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "settings": settings,
     "metrics": metrics,
     "runtimes": runtimes,
     "errors": errors,
+    "formats": formats,
     "api-fields": api_fields,
     "migration": migration,
     "build-failures": lambda: failures("build"),

@@ -370,9 +370,13 @@ def resolve_precision(
     Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
+        # Imported here: backends import this module.
+        from trtpipe.engines import load_backend
+
+        own = load_backend(runtime).OLD_GPUS if runtime else ""
         raise UsageError(
-            f"{gpu.describe()} cannot run TensorRT-LLM engines",
-            why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
+            f"{gpu.describe()} cannot run {f'engines of the {runtime} runtime' if own else 'TensorRT-LLM engines'}",
+            why=own or gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
     reason, automatic = "requested", requested == "auto"
@@ -426,6 +430,8 @@ def _automatic(gpu: GpuSpec, runtime: str | None, *, experts: bool) -> tuple[str
 def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
     """Find a recipe by name or alias. Raises UsageError offering the nearest spelling."""
     names = {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
+    if name in FLOAT_NAMES:
+        raise UsageError(f"{name} quantizes nothing", remedy="choose one that `trtpipe quants` lists")
     if name not in names:
         raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *names]))
     return names[name]
@@ -464,10 +470,9 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
-        known = recipe.quant_algo is None or recipe.quant_algo.row.formats != (COMPRESSED_TENSORS,)
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}",
-            why=f"{'TensorRT-LLM' if known else 'vLLM'} runs it on {where}",
+            why=f"it is known to run on {where}",
             remedy=remedy,
         )
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
@@ -476,7 +481,7 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
         where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
-            why=f"TensorRT-LLM runs it on {where}",
+            why=f"it is known to run on {where}",
             remedy="use --kv-cache none here",
         )
 

@@ -71,7 +71,7 @@ def engine_settings(engine: EngineFolder) -> Iterator[Setting]:
                 yield Setting(place=ENGINE, role=ENGINE, kind="build", name=name, value=value)
             elif name in ("max_batch_size", "max_seq_len"):
                 raise InputDataError(
-                    f"{engine.config}: build_config has no {name}",
+                    f"{engine.config}: build_config has no usable {name}",
                     remedy="name the folder that trtllm-build wrote, of 0.9 or newer",
                 )
         elif value not in (None, False, 0, "disable", [], {}, usual.get(name), getattr(BuildConfig, name, None)):

@@ -101,6 +101,7 @@ class EngineBackend(Protocol):
     NEEDS, NEEDS_ON_CPU  what an engine process needs of an environment of its own, for a GPU and for a CPU; None where
               it runs in this environment
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
+    OLD_GPUS  why it runs on no GPU before SM80; "" where the file of such a GPU says it
     WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
     READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
@@ -123,6 +124,7 @@ class EngineBackend(Protocol):
     NEEDS: Needs | None
     NEEDS_ON_CPU: Needs | None
     SEQUENCES_PER_STUB: int | None
+    OLD_GPUS: str
     WEIGHT_ONLY: tuple[QuantAlgo, ...]
     READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str

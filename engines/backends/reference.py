@@ -38,6 +38,7 @@ SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
+OLD_GPUS = "it has been tried on SM80 and newer alone"
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""

@@ -23,6 +23,7 @@ SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
+OLD_GPUS = ""
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""

@@ -39,6 +39,7 @@ SEQUENCES_PER_STUB = None
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
+OLD_GPUS = ""
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 # Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {

@@ -19,6 +19,7 @@ from trtpipe.engines.backends.base import (
     Target,
     Workshop,
     checkpoint_form,
+    reads,
     refuse_others,
     require_form,
     require_speculation,
@@ -86,6 +87,8 @@ MEMORY_FRACTION = 0.9
 CPU_CACHE_BYTES = 1 << 30
 # An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# Source: docs/getting_started/installation/gpu.cuda.inc.md of vLLM.
+OLD_GPUS = "vLLM 0.25 and newer have no kernels before SM75, and its engines have been tried on SM80 and newer alone"
 # Where the GPU has no FP4, vLLM's Marlin kernel decodes the weights and takes inputs as they are.
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = (QuantAlgo.NVFP4,)
 # As measured: docs/measurements/vllm.md.
@@ -149,12 +152,16 @@ def _require_cpu(target: Target) -> None:
         raise UsageError(
             f"vLLM does not execute {algo.value} on a CPU",
             why="it has kernels for it on GPUs alone",
-            remedy="use --runtime reference, or --dtype bf16, fp8-pc-pt or int8-pc-pt",
+            remedy=f"{'use --runtime reference, or ' if reads('reference', algo) else 'use '}"
+            + ("the unquantized model" if target.stored else "--dtype bf16, fp8-pc-pt or int8-pc-pt"),
         )
-    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+    cache = target.quantization.kv_cache_quant_algo
+    if cache is not None:
         raise UsageError(
-            "vLLM's FP8 KV cache is not for every CPU",
-            why="it needs AVX-512 or AMX, and an engine for a CPU must run on any",
+            f"vLLM's {cache.value} KV cache is not for every CPU",
+            why="it needs AVX-512 or AMX, and an engine for a CPU must run on any"
+            if cache is KvCacheQuantAlgo.FP8
+            else "it has kernels for it on GPUs alone",
             remedy="use --kv-cache none, or --runtime reference",
         )
     if target.mapping.world_size > 1:

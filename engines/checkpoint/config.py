@@ -218,6 +218,9 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
     )
 
 
+_AGAIN = "start from the model's bf16 or fp16 folder, and quantize it with one that `trtpipe quants` lists"
+
+
 def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -> Quantization:
     """Parse the `quantization` of a checkpoint's config, or the same keys of another file. Raises CheckpointError.
 
@@ -228,11 +231,16 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
     if algo == "MIXED_PRECISION":
         raise CheckpointError(f"{where}: quant_algo is {algo}", why="layers of mixed precision are not read here")
     if algo is not None and algo not in list(QuantAlgo):
-        known = ", ".join(QuantAlgo)
-        raise CheckpointError(f"{where} is quantized with {algo}", why=f"the algorithms read here are {known}")
+        raise CheckpointError(
+            f"{where} is quantized with {str(algo)[:60]}",
+            why=f"the algorithms read here are {', '.join(QuantAlgo)}",
+            remedy=_AGAIN,
+        )
     if cache is not None and cache not in list(KvCacheQuantAlgo):
         raise CheckpointError(
-            f"{where}: the KV cache is quantized with {cache}", why="FP8, INT8 and NVFP4 are read here"
+            f"{where}: the KV cache is quantized with {str(cache)[:60]}",
+            why=f"the types read here are {', '.join(KvCacheQuantAlgo)}",
+            remedy=_AGAIN,
         )
     if raw.get("has_zero_point"):
         raise CheckpointError(f"{where}: has_zero_point is set", why="no zero points are read here")

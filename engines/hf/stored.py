@@ -75,12 +75,12 @@ class Stored:
         read = {name: tensor for name, tensor in found.items() if name != head and not name.endswith(DERIVED_SUFFIX)}
         return deviations(read, layout)
 
-    def check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
-        """Raises InputDataError for a folder whose tensors are not those that its config implies."""
+    def check(self, where: str, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
+        """Raises InputDataError, naming `where`, for tensors that are not those that the config implies."""
         fault = next(self.faults(model, located), None)
         if fault is not None:
             raise InputDataError(
-                f"{folder}: {fault}",
+                f"{where}: {fault}",
                 why=f"config.json says {self.describe()}",
                 remedy="download or export the model again",
             )
@@ -200,7 +200,9 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
     if method is None and details is None:
         return None
     if method is not None and not isinstance(method, dict):
-        raise InputDataError(f"{path}: quantization_config is {method!r}, not an object")
+        raise InputDataError(
+            f"{path}: quantization_config is {str(method)[:60]!r}, not an object", remedy="download the model again"
+        )
     said = MODELOPT if method is None else method.get("quant_method", MODELOPT)
     if said not in list(METHODS):
         raise InputDataError(

@@ -31,7 +31,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     model, stored = read_model_config(source, quantized=True), read_stored(source)
     assert stored is not None
     located, names = locate_tensors(source), names_of(model)
-    stored.check(source, model, located)
+    stored.check(str(source), model, located)
     dtype = stored.dtype
     tensors = MappedTensors(under_published_names(located, names), torch.device("cpu"))
     total, rounded = sum(tensor.entry.nbytes for tensor in located.values()), 0

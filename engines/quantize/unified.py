@@ -26,6 +26,8 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE
 
+_AGAIN = "download or export the model again"
+
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
@@ -139,13 +141,15 @@ def parse_settings(
     parsed = {place: parse_quantization(facts, f"{folder}: {place}", names.head) for place, facts in found.items()}
     first, *others = parsed.values()
     if first.quant_algo is None and first.kv_cache_quant_algo is None:
-        raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")
+        raise InputDataError(
+            f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo", remedy=_AGAIN
+        )
     if any(other != first for other in others):
         said = (
             f"{place} says {' '.join(f'{name} {value}' for name, value in summary(one).items())}"
             for place, one in parsed.items()
         )
-        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(said))
+        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(said), remedy=_AGAIN)
     if first.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise InputDataError(
             f"{folder} has its KV cache quantized with INT8",

@@ -83,7 +83,7 @@ class QuantizedFolder:
         self.config = _checkpoint_config(folder, model, dtype, stored.quantization)
         self._stored, self._names = stored, names_of(model)
         located = locate_tensors(folder)
-        stored.check(folder, model, located)
+        stored.check(str(folder), model, located)
         self._dtype = dtype
         self._tensors = MappedTensors(under_published_names(located, self._names), device)
 

@@ -1,6 +1,7 @@
 """Matrix products of rows and a weight, for floats, e4m3 codes and int8 codes.
 
-The order of a sum is the library's; a product of two codes is exact.
+The order of a sum is the library's, and may be another for another number of rows or of threads, so that a row's result
+may round otherwise in another batch; a product of two codes is exact.
 """
 
 from __future__ import annotations
@@ -14,26 +15,69 @@ from trtpipe.engines.reference.fused import compiling, one_kernel
 
 # A sum of this many products of two int8 is below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
-# On a CPU without 16-bit instructions a 16-bit product takes six times as long as a float32 one. From this number of
-# rows on, converting the weight to float32 pays. Milliseconds of a step of SmolLM2 on one AVX2 core, without and with:
-# 62 and 77 for 2 rows, 84 and 74 for 3, 119 and 93 for 4, 242 and 112 for 8.
+# On a CPU without 16-bit instructions, the number of rows from which converting a 16-bit weight to float32 pays: the
+# product itself takes six times as long in 16 bits. Milliseconds of the products of a step of SmolLM2 on two AVX2
+# cores, in 16 bits and converted: 52 and 90 for 2 rows, 119 and 120 for 4, 254 and 177 for 8, 1177 and 337 for 32.
 _MANY_ROWS = 3
 # Elements of a 16-bit weight that are converted at a time: few enough for the caches.
 _CONVERTED = 1 << 20
+# Numbers of rows that a packed weight is multiplied with. oneDNN keeps half a megabyte for each shape of a weight and
+# number of rows that it meets, up to 1024 times, which prompts of any length would reach.
+_PACKED_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Number of rows for which oneDNN chooses the layout of a packed weight.
+_TYPICAL_ROWS = 8
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """Copy a float32 weight [out, in] on a CPU into oneDNN's blocked layout for `multiply`; return any other as it is.
+
+    Milliseconds of the products of a step of SmolLM2 on two AVX2 cores, with MKL's linear and packed: 44 and 40 for
+    one row, 115 and 41 for 2, 145 and 63 for 8, 356 and 199 for 32.
+    """
+    if weight.is_cuda or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return weight
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    return copy
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, in] @ weight [out, in].T, both of one type. Columns of the result may be contiguous, not rows."""
+    """x [T, in] @ weight [out, in].T, both of one type. Columns of the result may be contiguous, not rows.
+
+    weight  may be `packed`
+
+    On a CPU without 16-bit instructions one or two rows are multiplied in 16 bits, and more in float32; each result is
+    rounded once to the type.
+    """
+    if weight.is_mkldnn:
+        parts = [_packed_product(part, weight) for part in x.split(_PACKED_ROWS[-1])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     if _one_recorded(x, weight):
         return _row_product(x, weight, None, x.dtype)
-    # On a CPU, a product with the weight as left factor is up to twice as fast in 16 bits, and slower in 32 bits.
-    if weight.dtype == torch.float32 or weight.is_cuda:
+    if weight.is_cuda:
         return functional.linear(x, weight)
+    if weight.dtype == torch.float32:
+        return _float32_product(x, weight)
     if len(x) == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
     if len(x) >= _MANY_ROWS and not _has_instructions(weight.dtype):
         return _converted_product(x, weight)
+    # The weight as left factor is up to twice as fast in 16 bits.
     return torch.mm(weight, x.t()).t()
+
+
+def _packed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`multiply` by a packed weight, for at most 256 rows; rows of zeros fill them up to one of `_PACKED_ROWS`."""
+    rows = len(x)
+    missing = next(number for number in _PACKED_ROWS if number >= rows) - rows
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return out[:rows] if missing else out
+
+
+def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`multiply` in float32 on a CPU. MKL divides the rows of the left factor among threads: the weight has many."""
+    return torch.mm(weight, x.t()).t() if torch.get_num_threads() > 1 else functional.linear(x, weight)
 
 
 def _converted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -43,7 +87,7 @@ def _converted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = max(1, _CONVERTED // weight.shape[1])
     for first in range(0, len(weight), rows):
         part = slice(first, first + rows)
-        out[:, part] = functional.linear(wide, weight[part].float())
+        out[:, part] = _float32_product(wide, weight[part].float())
     return out
 
 
@@ -130,7 +174,7 @@ def _int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
     for first in range(0, x.shape[1], _EXACT_COLUMNS):
         columns = slice(first, first + _EXACT_COLUMNS)
-        out += functional.linear(x[:, columns].float(), weight[:, columns]).to(torch.int32)
+        out += _float32_product(x[:, columns].float(), weight[:, columns]).to(torch.int32)
     return out
 
 

@@ -1,15 +1,15 @@
 """Weights of a model for the runtime: interface of weight sources, and the source that reads rank files.
 
 Tensors are memory-mapped and checked against the config. They share the page cache's memory; only a cast to
-another type, a decoding or another device copies them.
+another type, a decoding, another device, or packing for the products of a CPU copies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,8 +26,9 @@ from trtpipe.engines.quantize.formats import TENSORRT_LLM, Format
 from trtpipe.engines.reference.experts import Expert, ExpertMlp
 from trtpipe.engines.reference.fused import HeadNorms
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Linear
+from trtpipe.engines.reference.linear import Linear, Plain
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
+from trtpipe.engines.reference.matmul import packed
 from trtpipe.engines.reference.mlp import Branches, GatedMlp, Mlp, OneProduct, make_branches
 
 TORCH_DTYPE = {
@@ -108,9 +109,22 @@ def load_weights(
 
 
 def load_all(source: WeightSource) -> Weights:
-    """Read all parts of `source`."""
-    layers = tuple(source.layer(index) for index in range(source.config.num_hidden_layers))
-    return Weights(source.embedding(), layers, source.head())
+    """Read all parts of `source`, and pack its matrices for many products."""
+    layers = tuple(_with_packed(source.layer(index)) for index in range(source.config.num_hidden_layers))
+    head = source.head()
+    return Weights(source.embedding(), layers, head._replace(parts=tuple(map(packed, head.parts))))
+
+
+def _with_packed(part: Any) -> Any:
+    """A shard of a layer, or a part of one, with the weights of its `Plain` linears packed."""
+    if isinstance(part, Plain):
+        return Plain(packed(part.weight))
+    if type(part) is tuple:
+        return tuple(map(_with_packed, part))
+    if isinstance(part, (LayerShard, Linear, Mlp, Branches, Expert)):
+        known: Any = part  # the protocol among them is kept by dataclasses
+        return replace(known, **{one.name: _with_packed(getattr(part, one.name)) for one in fields(known)})
+    return part
 
 
 class RankFiles:

@@ -133,7 +133,7 @@ def engine_request(
             _text(model, "guided_decoding_guide", guide.text),
         ]
     start = infer_request(model.name, tensors, outputs, request_id=request_id)
-    stop = _stop(model, request_id) if "stop" in model.inputs else None
+    stop = stop_request(model, request_id) if "stop" in model.inputs else None
     return EngineRequest(start, stop, () if traced is None else traced.metadata)
 
 
@@ -208,7 +208,7 @@ def _adapter(model: EngineModel, adapter: InstalledAdapter) -> Tensor:
     raise Failure(501, f"the model {model.name} in Triton takes no adapters", code="unsupported_model")
 
 
-def _stop(model: EngineModel, request_id: str) -> bytes:
+def stop_request(model: EngineModel, request_id: str) -> bytes:
     """The request that ends the one of the same id. The C++ backend refuses one without lengths."""
     names = () if model.llm_api else ("input_ids", "input_lengths", "request_output_len")
     tensors = [_scalar(model, name, "INT32", 1) for name in names]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import uuid
 from array import array
 from collections.abc import Callable
 
-from trtpipe.pipeline.gateway.engine_requests import EngineModel, EngineRequest, require_tokens
+from trtpipe.pipeline.gateway.engine_requests import EngineModel, EngineRequest, require_tokens, stop_request
 from trtpipe.pipeline.gateway.failure import Failure, gone, of_status, of_text
 from trtpipe.pipeline.net.h2.connection import Stream
 from trtpipe.pipeline.net.h2.pool import REFUSED_PAUSES_S, Pool
@@ -38,14 +39,32 @@ class Upstream:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def ready(self, model: str) -> bool:
-        """Whether the model is ready now."""
+        """Whether the model is ready now, and so is the engine process of a model in our own backend: Triton calls a
+        model ready while its Python process lives, which may be starting the engine process again."""
         service_pb2 = messages()
         ask = service_pb2.ModelReadyRequest(name=model).SerializeToString()
         try:
             answer = await asyncio.wait_for(self.pool.unary(MODEL_READY, ask, CALL_SECONDS), CALL_SECONDS)
         except (H2Error, asyncio.TimeoutError):
             return False
-        return bool(service_pb2.ModelReadyResponse.FromString(answer).ready)
+        if not service_pb2.ModelReadyResponse.FromString(answer).ready:
+            return False
+        try:
+            known = await self.model(model)
+        except Failure as failure:
+            return failure.status != 503  # others are a model that is ready, and that this gateway cannot serve
+        return not known.own or await self._has_engine(known)
+
+    async def _has_engine(self, model: EngineModel) -> bool:
+        """Whether a `stop` for a request that there is not reaches the engine process."""
+        probe = Generation(self, lambda: None)
+        try:
+            await probe.begin(EngineRequest(stop_request(model, uuid.uuid4().hex), None))
+            await asyncio.wait_for(probe.ended.wait(), CALL_SECONDS)
+        except (Failure, asyncio.TimeoutError):
+            probe.reset()
+            return False
+        return probe.failure is None
 
     async def model(self, name: str) -> EngineModel:
         """Inputs and outputs of the model, queried once. Raises Failure."""

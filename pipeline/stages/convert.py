@@ -95,7 +95,7 @@ class Convert(Stage):
         if settings.form == "hf":
             stored = read_stored(source)
             assert stored is not None
-            stored.check(source, model, locate_tensors(source))
+            stored.check(str(source), model, locate_tensors(source))
             for path in sorted(source.iterdir()):
                 place(path, job.out / path.name)
             return {}

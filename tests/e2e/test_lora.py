@@ -151,7 +151,9 @@ def test_a_client_of_the_base_model_is_not_touched(front: Front, cli: Cli, tmp_p
     assert (first.status, second.status, "has an adapter 'both' already" in second.err) == (0, 2, True), second.err
     error = damaged.json()["error"]
     assert (damaged.status_code, error["type"]) == (500, "server_error"), damaged.text  # the file is the server's
-    assert "the adapter damaged does not load" in error["message"]
+    # The reason names a file of the server, so it is in the log alone.
+    assert error["message"] == "the inference server failed: the adapter damaged does not load; see the server's log"
+    assert f"{WEIGHTS} is damaged" in cli.ok("logs", "-n", "1000", *HERE).out
     assert len(answers) > 4
     assert set(answers) == {before}
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate
+from docs import formats, generate
 from tests.support.commands import command_of_examples
 from tests.support.paths import ROOT
+from trtpipe.engines import BACKENDS
 from trtpipe.pipeline.cli import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,6 +92,23 @@ def test_generated_parts_say_what_the_code_says() -> None:
     assert "version tag does not match.*current version: {here}," in said["serve-failures"]
     assert "### fp8-needs-newer-gpu" in said["build-failures"]
     assert not re.search(r"<(?!/?code)[a-z]+>", re.sub(r"(?s)```.*?```|`[^`]*`", "", "\n".join(said.values())))
+
+
+def test_what_the_table_of_formats_says_ran_is_on_the_page_that_it_names() -> None:
+    rows = {row[0].strip("`"): dict(zip(BACKENDS, row[1:], strict=True)) for row in formats.rows()}
+    assert rows["fp8-block"] == {
+        "reference": "refused: it does not read the formats that can hold it (hf)",
+        "tensorrt_llm": "refused: it does not read the formats that can hold it (hf)",
+        "trtllm_pytorch": "written: SM90, SM100",
+        "vllm": "runs: [H100](measurements/vllm.md); written: SM100",
+    }
+    assert rows["int8-sq"]["vllm"] == "runs: [H100](measurements/vllm.md); written: SM80, SM86, SM89"
+    assert rows["KV cache nvfp4"]["vllm"] == "written: SM100"
+    assert rows["fp32"]["vllm"].startswith("runs: [CPU](measurements/cpu.md); written: SM80")
+    assert not any("runs" in row[runtime] for row in rows.values() for runtime in ("tensorrt_llm", "trtllm_pytorch"))
+    for one in formats.ran():
+        assert rows[one.format][one.runtime].startswith("runs: "), one
+    assert all((ROOT / test).is_file() for test in formats.TESTS.values())
 
 
 def test_the_first_errors_have_the_words_of_the_code() -> None:

@@ -144,10 +144,15 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
     [
         (
             {"gpu": "a100", "dtype": "fp8"},
-            "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
+            "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
             "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
+        (
+            {"model": "https://huggingface.co/meta-llama/Llama-3.1-8B"},
+            "'https://huggingface.co/meta-llama/Llama-3.1-8B' is an address; a model of the Hub is named by its id, "
+            "meta-llama/Llama-3.1-8B",
+        ),
         ({"gpu": "h10"}, "unknown GPU 'h10'; did you mean 'h100'?"),
         ({"dtype": "bf15"}, "unknown dtype 'bf15'; did you mean 'bf16'?"),
         ({"runtime": "tensorrt-llm"}, "unknown runtime 'tensorrt-llm'; did you mean 'tensorrt_llm'?"),

@@ -96,7 +96,8 @@ def fit(how: Efficiency, known: Batch, few: Sequence[MeasuredRun]) -> Efficiency
     keys, ranges = zip(*_fitted(how).items(), strict=True)
     low, high = (np.log([one[side] for one in ranges]) for side in (1, 2))
     how = replace(how, **FIXED)  # type: ignore[arg-type]
-    true, timed = np.log([one.output_tokens_per_s or math.nan for one in known.figures]), Timed(few)
+    measured: list[Any] = [one.output_tokens_per_s for one in known.figures]
+    true, timed = np.log(measured), Timed(few)
 
     def off(values: Any) -> Any:
         tried = _with(how, keys, np.exp(values).tolist())

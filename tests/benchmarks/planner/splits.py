@@ -62,13 +62,13 @@ def splits(python: Path, scratch: Path) -> list[str]:
         "|" + "---|" * 11,
     ]
     alike = 0
-    ratios: list[list[float]] = [[], []]  # ours over theirs, of engines for both and of splits
+    ratios: tuple[list[float], list[float]] = [], []  # ours over theirs, of engines for both and of splits
     for case, theirs in zip(CASES, theirs_of, strict=True):
         both, split = ours(case)
         mine = [one.per_gpu * case.osl if one else None for one in (both, split)]
         other = [theirs["together"], theirs["split"]]
-        for row, value, their in zip(ratios, mine, other, strict=True):
-            row += [value / their] if value and their else []
+        for row, own, of in zip(ratios, mine, other, strict=True):
+            row += [own / of] if own and of else []
         alike += _gain(*mine)[:1] == _gain(*other)[:1]
         named = "" if split is None else _ways(
             (split.prompts, split.of_prompts.tp, split.answers, split.of_answers.tp)

@@ -117,22 +117,22 @@ def test_gpus_older_than_sm80_are_refused(requested: str) -> None:
     [
         (
             "fp8", A100,
-            "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
+            "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
             "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         (
             "int8", B200,
-            "int8-sq does not run on b200 (SM100): TensorRT-LLM runs it on SM80, SM86, SM89, SM90; "
+            "int8-sq does not run on b200 (SM100): it is known to run on SM80, SM86, SM89, SM90; "
             "use --dtype fp8, fp8-block, fp8-kv, nvfp4 or bf16 here",
         ),
         (
             "fp8-block", gpu("rtx5090", 120),
-            "fp8-block does not run on rtx5090 (SM120): TensorRT-LLM runs it on SM90, SM100, SM103; "
+            "fp8-block does not run on rtx5090 (SM120): it is known to run on SM90, SM100, SM103; "
             "use --dtype fp8, fp8-kv, nvfp4 or bf16 here",
         ),
         (
             "w4a8-awq", A100,
-            "w4a8-awq does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90; "
+            "w4a8-awq does not run on a100 (SM80): it is known to run on SM89, SM90; "
             "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
     ],
@@ -163,10 +163,10 @@ def test_weights_as_they_are_may_have_a_quantized_cache() -> None:
 @pytest.mark.parametrize(
     ("kv_cache", "device", "line"),
     [
-        ("fp8", A100, "a KV cache in FP8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, "),
-        ("int8", B200, "a KV cache in INT8 does not run on b200 (SM100): TensorRT-LLM runs it on SM80, "),
+        ("fp8", A100, "a KV cache in FP8 does not run on a100 (SM80): it is known to run on SM89, "),
+        ("int8", B200, "a KV cache in INT8 does not run on b200 (SM100): it is known to run on SM80, "),
         ("fp4", H100, "unknown KV cache type 'fp4'; did you mean 'fp8'?"),
-        ("nvfp4", H100, "a KV cache in NVFP4 does not run on h100 (SM90): TensorRT-LLM runs it on SM100, SM103; use "),
+        ("nvfp4", H100, "a KV cache in NVFP4 does not run on h100 (SM90): it is known to run on SM100, SM103; use "),
         ("nvfp4", gpu("rtx5090", 120), "a KV cache in NVFP4 does not run on rtx5090 (SM120)"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_cannot_serve_says_why() -> None:
     found = advise(question("llama3-70b", "v100,a100,l4,cpu", dtypes=("fp8", "bf16"), tps=(1,)))
     reasons = {(one.gpu.name, one.dtype): one.reason for one in found.candidates}
     assert reasons["v100", "fp8"].startswith("v100 (SM70) cannot run TensorRT-LLM engines: TensorRT-LLM removed Volta")
-    assert reasons["a100", "fp8"].startswith("fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89")
+    assert reasons["a100", "fp8"].startswith("fp8 does not run on a100 (SM80): it is known to run on SM89")
     assert reasons["a100", "bf16"] == "does not fit: the weights take 131.4 GiB of 78.5 on each of 1"
     assert reasons["cpu", "bf16"].startswith("no engine runs on a CPU")
     assert found.remarks == ()

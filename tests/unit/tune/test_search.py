@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,18 +87,15 @@ def test_rounds_halve_and_the_best_is_repeated_beside_the_target_as_it_is() -> N
     ("changed", "expected"),
     [
         # means 11 and 22, standard errors of 5.2% each
-        ([20.0, 24.0, 22.0], (A, 1.0, 0.148)),
+        ([20.0, 24.0, 22.0], Winner(candidate=A, gain=1.0, complete=True, error=0.148)),
         # +9%, with an error of 26%
-        ([7.0, 9.0, 20.0], (AS_IT_IS, 0.0, None)),
+        ([7.0, 9.0, 20.0], Winner(candidate=AS_IT_IS, gain=0.0, complete=True)),
     ],
 )
-def test_a_gain_has_the_error_of_its_repeats_and_must_exceed_it(
-    changed: list[float], expected: tuple[Candidate, float, float | None]
-) -> None:
+def test_a_gain_has_the_error_of_its_repeats_and_must_exceed_it(changed: list[float], expected: Winner) -> None:
     rates = {AS_IT_IS: [10.0, 12.0, 11.0], A: changed}
     found = search([A], lambda one, number, repeat, size: Score(rates[one][repeat]))
-    error = None if found.error is None else round(found.error, 3)
-    assert (found.candidate, found.gain, error) == expected
+    assert replace(found, error=found.error and round(found.error, 3)) == expected
 
 
 def test_a_candidate_whose_time_was_over_is_measured_longer_and_a_broken_one_is_not() -> None:

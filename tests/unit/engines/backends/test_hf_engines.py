@@ -295,6 +295,15 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             {"runtime": "vllm", "gpu": "cpu", "kv_cache": "fp8"},
             "vLLM's FP8 KV cache is not for every CPU: it needs AVX-512 or AMX",
         ),
+        (
+            {"runtime": "vllm", "gpu": "cpu", "kv_cache": "nvfp4"},
+            "vLLM's NVFP4 KV cache is not for every CPU: it has kernels for it on GPUs alone",
+        ),
+        (
+            {"runtime": "vllm", "gpu": "v100"},
+            "v100 (SM70) cannot run engines of the vllm runtime: vLLM 0.25 and newer have no kernels before SM75",
+        ),
+        ({"runtime": "trtllm_pytorch", "gpu": "v100"}, "v100 (SM70) cannot run TensorRT-LLM engines: TensorRT-LLM re"),
         ({"runtime": "vllm", "gpu": "cpu", "tp": 2}, "vLLM on a CPU has one rank"),
         ({"runtime": "vllm", "gpu": "cpu", "load": "chat"}, "--load plans sizes for a GPU"),
         ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),

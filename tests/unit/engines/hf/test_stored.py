@@ -144,6 +144,24 @@ GATE = "model.layers.0.mlp.gate_proj."
             "gate_proj.weight_zero_point' has no place in this model",
         ),
         ("modelopt fp8", lambda f: config(f, quant_algo="MIXED_PRECISION"), "mixed precision are not read here"),
+        *(
+            (
+                "modelopt fp8",
+                lambda f, name=name: config(f, quant_algo=name),
+                f"is quantized with {name}: the algorithms",
+            )
+            for name in ("NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_SVD", "MXFP8", "W4A8_MXFP4_FP8", "X" * 60)
+        ),
+        (
+            "modelopt fp8",
+            lambda f: write_config(f, quantization_config={"quant_method": "mxfp4"}),
+            "quantized by mxfp4",
+        ),
+        (
+            "modelopt fp8",
+            lambda f: config(f, kv_cache_scheme="NVFP4_AFFINE"),
+            "the KV cache is quantized with the scheme NVFP4_AFFINE: the types read here are FP8, INT8, NVFP4; start",
+        ),
         (
             "modelopt fp8",
             lambda f: config(f, ignore=["lm_head", "model.layers.0.*"]),

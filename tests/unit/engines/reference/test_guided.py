@@ -282,6 +282,16 @@ def test_an_ambiguous_grammar_is_ended_when_it_has_taken_its_time(
     assert len(outputs) < 400
 
 
+@pytest.mark.parametrize("end_id", [0, END])
+def test_a_grammar_that_no_answer_can_complete_ends_the_answer(runtime: Runtime, end_id: int) -> None:
+    """Where a mask allows no token the likeliest one is token 0, which may be the end token."""
+    for text, most in (('root ::= root "a"', 0), ('root ::= "ab" rest\nrest ::= rest "c"', 2)):
+        outputs = run(runtime, request(0, "ebnf_grammar", text, end_id=end_id))[0]
+        assert outputs[-1].finish == "refused"
+        assert "guided_decoding_guide: its grammar allows no token here" in outputs[-1].refusal
+        assert sum(len(output.tokens) for output in outputs) <= most
+
+
 def test_what_is_refused_before_it_is_compiled(runtime: Runtime) -> None:
     for guide, telling in (
         (Guide("json_schema", "x" * 70_000), "70000 bytes"),

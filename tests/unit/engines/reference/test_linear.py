@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from trtpipe.engines.accuracy.watch import Count, _watch_branches
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.quantize.algorithms import make_linear
+from trtpipe.engines.reference import matmul
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked
 from trtpipe.engines.reference.mlp import Each, OneInput, OneProduct, make_branches
@@ -141,6 +143,54 @@ def test_products_of_16_bits_are_summed_in_32(
     out = Plain(weight)(torch.ones(rows, 4097, dtype=dtype))
     assert out.dtype == dtype
     assert out.tolist() == [[2.0]] * rows
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_from_three_rows_on_16_bits_are_multiplied_in_float32(
+    monkeypatch: pytest.MonkeyPatch, rows: int, threads: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    # A weight is converted in parts of three rows, the last of one row.
+    monkeypatch.setattr(matmul, "_CONVERTED", 3 * 40)
+    converted: list[int] = []
+    product = matmul._converted_product
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        converted.append(len(x))
+        return product(x, weight)
+
+    monkeypatch.setattr(matmul, "_converted_product", counted)
+    weight = torch.randn(10, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
+    out = Plain(weight)(x[:rows])
+    assert converted == ([rows] if rows >= 3 else [])
+    # Rounded once, whatever the number of rows: within half of a step of bfloat16.
+    exact = x[:rows].double() @ weight.double().t()
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-5).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 33, 600])
+def test_a_packed_weight_gives_the_same_product(rows: int) -> None:
+    # Whole numbers, whose sums float32 holds exactly.
+    weight = (torch.arange(10 * 40).reshape(10, 40) % 5 - 2).float()
+    x = (torch.arange(rows * 40).reshape(rows, 40) % 3 - 1).float()
+    packed = matmul.packed(weight)
+    assert packed.is_mkldnn == torch.backends.mkldnn.is_available()
+    assert Plain(packed)(x).tolist() == (x.double() @ weight.double().t()).tolist()
+    assert matmul.packed(weight.bfloat16()).is_mkldnn is False
+
+
+def test_products_of_any_number_of_rows_keep_little_memory() -> None:
+    weight = matmul.packed(torch.ones(32, 32))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for rows in range(1, 257):
+        matmul.multiply(torch.ones(rows, 32), weight)
+    # oneDNN keeps 0.5 MB for each number of rows that it is called with.
+    assert process.memory_info().rss - before < 40 << 20
 
 
 def test_plain_and_stacked() -> None:

@@ -17,7 +17,7 @@ from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, rank_layout
 from trtpipe.engines.hf.safetensors_file import header_bytes
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
-from trtpipe.engines.reference.weights import load_weights
+from trtpipe.engines.reference.weights import RankFiles, load_weights
 
 CONFIG = replace(CHECKPOINT, vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3, head_size=2)
 QKV = "transformer.layers.0.attention.qkv.weight"
@@ -75,8 +75,8 @@ def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
     shapes = rank_shapes(CONFIG)
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 0), shapes)
-    weights = load_weights(tmp_path, CONFIG, torch.float32)
-    assert weights.head.parts[0] is weights.embedding[0]
+    source = RankFiles(tmp_path, CONFIG, torch.float32)
+    assert source.head().parts[0] is source.embedding()[0]
 
 
 def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:
