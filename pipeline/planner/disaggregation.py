@@ -88,6 +88,8 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     highest rate of a GPU first, and of equal ones the fewest GPUs. Raises UsageError for an objective that no side of a
     split can answer for, and for a number of GPUs that holds none."""
     best, question = found.candidates[0], found.question
+    if gpus < 1:
+        raise UsageError(f"--disaggregated is {gpus}", remedy="give the number of GPUs to divide, such as 8")
     if best.best is None:
         raise UsageError("nothing serves this load, so nothing can be split")
     for one in question.objectives:

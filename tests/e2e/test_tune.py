@@ -15,6 +15,7 @@ from trtpipe.pipeline.serving.engine_python import beside
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
+    pytest.mark.clock,
     pytest.mark.skipif(
         beside() is None, reason="no vLLM beside this environment: `make setup-vllm`, on Linux x86-64 and Python 3.11"
     ),

@@ -47,3 +47,5 @@ def test_what_cannot_be_split() -> None:
     found = advise(question("llama3-8b", "h100", tps=(2,)))
     with pytest.raises(UsageError, match="1 GPUs hold no engine of 2 x h100"):
         disaggregate(found, 1)
+    with pytest.raises(UsageError, match="--disaggregated is -1"):
+        disaggregate(found, -1)
