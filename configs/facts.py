@@ -27,6 +27,7 @@ DEFAULT_TOOLCHAIN = "1.2.1"
 
 # OWNER/NAME of a Hugging Face repository; other forms of a missing path do not match.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_ADDRESS = re.compile(rf"https?://(?:huggingface\.co|hf\.co)/({HUB_ID.pattern})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,10 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
         short, chosen = name.split("/")[1], HubSource(repo_id=name)
     else:
         if "/" in name or name.startswith(".") or path.suffix == ".gguf":
+            address = HUB_ADDRESS.match(name)
+            if address:
+                remedy = f"a model of the Hub is named by its id, {address[1]}"
+                raise UsageError(f"'{name}' is an address", remedy=remedy)
             raise UsageError(
                 f"unknown model '{name}'",
                 why="it is neither a folder nor a .gguf file" if path.exists() else "no such file or folder either",

@@ -168,6 +168,8 @@ def _values(schema: dict[str, Any] | None) -> str:
         return code(schema["$ref"].rpartition("/")[2])
     if "enum" in schema or "const" in schema:
         return ", ".join(code(json.dumps(one)) for one in schema.get("enum", [schema.get("const")]))
+    if schema.get("maxItems") == 0:
+        return code("[]")
     if schema.get("type") == "array":
         return f"list of {_values(schema['items'])}"
     if "type" not in schema:

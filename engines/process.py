@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any
 
 from trtpipe.engines import errors
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.files import FULL, DiskFull
 
 TAIL_LINES = 5
@@ -141,8 +143,11 @@ def run_worker(
 ) -> None:
     """Run a module of this project with `spec` as its JSON argument, so that this process avoids heavy imports.
 
-    Raises what `run` raises, or the TrtpipeError that the worker reported.
+    Raises what `run` raises, the TrtpipeError that the worker reported, or HostError without torch, with which every
+    worker computes.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise HostError(f"{what} needs torch", remedy=f"run `{install_command('quantize')}`")
     read, write = os.pipe()
     failures: list[TrtpipeError] = []
 

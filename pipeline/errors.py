@@ -52,9 +52,12 @@ def _full_outside_home(error: BaseException) -> bool:
 def _place(error: BaseException) -> str:
     if _at_home(error):
         return "set TRTPIPE_HOME to a folder that you may write"
-    if getattr(error, "filename", None) is None:
+    filename = getattr(error, "filename", None)
+    if not isinstance(filename, (str, Path)) or Path(filename).is_file():
         return "check the permissions"
-    return "check the permissions, or name another place; runs and reports are written to the current folder"
+    if Path(filename).parts[:1] in (("runs",), ("reports",)):
+        return "run this in a folder of yours: runs and reports are written to the current folder"
+    return "check the permissions, or name another place"
 
 
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
@@ -105,6 +108,11 @@ ROWS: tuple[_Row, ...] = (
         ),
     ),
     (
+        RuntimeError,  # of Path.resolve, before Python 3.13
+        lambda error: str(error).startswith("Symlink loop"),
+        lambda error: HostError(str(error), remedy="name another place"),
+    ),
+    (
         MemoryError,
         lambda error: True,
         lambda error: HostError(
@@ -114,7 +122,7 @@ ROWS: tuple[_Row, ...] = (
     (
         UnicodeEncodeError,
         lambda error: isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason,
-        lambda error: UsageError("an argument is not text: it holds bytes that are not UTF-8"),
+        lambda error: UsageError("the input is not text: it holds bytes that are not UTF-8"),
     ),
 )
 

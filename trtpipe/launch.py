@@ -30,9 +30,13 @@ LISTS = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH")
 def main() -> None:
     """The `trtpipe` command."""
     isolate()
-    from trtpipe.pipeline.cli.app import main as command
+    try:
+        from trtpipe.pipeline.cli.app import main as command
 
-    command()
+        command()
+    except KeyboardInterrupt:  # while modules are imported: later the command handles it
+        os.write(2, b"interrupted\n")
+        sys.exit(130)
 
 
 def isolate() -> None:

@@ -19,7 +19,15 @@ IntArray = npt.NDArray[np.int32]
 
 
 class RequestRefused(UsageError):
-    """A request that this engine can never run, at any load."""
+    """A request that this engine can never run, at any load.
+
+    The client gets the message. The exception that caused it, if any, is for the log alone: it may name files here.
+    """
+
+
+def adapter_fault(name: str) -> RequestRefused:
+    """The refusal of a request whose adapter does not load."""
+    return RequestRefused(f"the adapter {name} does not load", remedy="see the server's log")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,8 @@ def _handle(
             runtime.submit(_request(stub, message, blob))
             stub.running[message["id"]] = message["request_id"]
         except RequestRefused as error:
+            if error.__cause__ is not None:
+                print(f"{error}: {error.__cause__}", file=sys.stderr, flush=True)
             _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": str(error)})
         except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
             # A malformed request must not end the requests of other stubs.

@@ -15,7 +15,15 @@ import numpy as np
 
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size, speculation
-from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Output, Request, RequestRefused
+from trtpipe.engines.engine_process.request import (
+    Finish,
+    FloatArray,
+    IntArray,
+    Output,
+    Request,
+    RequestRefused,
+    adapter_fault,
+)
 from trtpipe.engines.sampling import Guide
 from trtpipe.engines.yaml_input import load_yaml
 
@@ -196,7 +204,7 @@ class Runtime:
             try:
                 self._engine.add_lora(adapter)
             except Exception as error:
-                raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+                raise adapter_fault(placed.name) from error
         return adapter
 
     def _sampling(self, request: Request) -> Any:

@@ -6,7 +6,6 @@ import torch
 
 from trtpipe.engines.engine_process.request import Finish, Output
 from trtpipe.engines.reference.flight import Flight
-from trtpipe.engines.reference.grammars import TOO_SLOW
 from trtpipe.engines.reference.sampling import choose, log_probs
 from trtpipe.engines.reference.scheduler import Sequence
 
@@ -27,14 +26,14 @@ class Drawn:
 
     def output(self, logits: torch.Tensor) -> Output:
         """Its output; called before the sequence has the tokens."""
-        generation = None
+        generation, follower = None, self.flight.sampler.follower
         if self.sequence.request.return_generation_logits:
             generation = logits[self.row : self.row + len(self.tokens)].float().cpu().numpy()
         return self.flight.output(
             self.sequence,
             self.tokens,
             finish=self.finish,
-            refusal=TOO_SLOW if self.finish == "refused" else "",
+            refusal=follower.refusal if follower is not None and self.finish == "refused" else "",
             log_probs=self.log_probs,
             generation_logits=generation,
         )
@@ -68,7 +67,7 @@ def _draw_one(logits: torch.Tensor, drawing: list[Drawn]) -> None:
     for row, (one, token) in enumerate(zip(drawing, tokens, strict=True)):
         one.finish = one.flight.sampler.accept(token)
         follower = one.flight.sampler.follower
-        if follower is not None and follower.too_slow and one.finish is None:
+        if follower is not None and follower.refusal and one.finish is None:
             one.finish = "refused"
         if one.finish in ("end_id", "refused"):
             continue

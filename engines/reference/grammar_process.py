@@ -86,6 +86,8 @@ def _answer(compiler: xgrammar.GrammarCompiler, job: socket.socket, seconds: int
     except MemoryError:
         os._exit(1)
     except Exception as error:  # XGrammar raises RuntimeError, TypeError, and errors of its own
+        if "bad_alloc" in str(error):  # C++'s MemoryError
+            os._exit(1)
         # Before the reason XGrammar names the time and a line of its own source.
         reason = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error))
         return REFUSED + (reason or type(error).__name__).encode(errors="replace")

@@ -38,6 +38,7 @@ STEP_SECONDS, ALL_SECONDS, TOKEN_SECONDS = 0.1, 1.0, 0.001
 
 
 TOO_SLOW = "guided_decoding_guide: its grammar takes too long to follow; make it less ambiguous"
+DEAD_END = "guided_decoding_guide: its grammar allows no token here, so no answer can be complete"
 
 
 def guide_refusal(guide: Guide) -> str:
@@ -116,6 +117,9 @@ class Grammars:
             with contextlib.suppress(ConnectionError):
                 ours.sendall(json.dumps(dataclasses.asdict(guide)).encode())
                 ours.shutdown(socket.SHUT_WR)
+                # Here too, while the process starts and imports it: that takes two seconds of processor time.
+                import xgrammar  # noqa: F401
+
                 return b"".join(iter(lambda: ours.recv(1 << 20), b""))
         return b""
 
@@ -168,7 +172,8 @@ class Follower:
         self.matcher = xgrammar.GrammarMatcher(
             grammar, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
         )
-        self.too_slow = False
+        # Why the request must end; "" while its grammar can be followed.
+        self.refusal = ""
         self._left = ALL_SECONDS
 
     @property
@@ -177,14 +182,18 @@ class Follower:
         return bool(self.matcher.is_terminated())
 
     def accept(self, token: int) -> None:
-        """Advance by a token that the mask allowed. Sets `too_slow` when a time limit is passed."""
+        """Advance by a token. Sets `refusal` where a time limit is passed, and where the grammar does not allow the
+        token, since the mask then allowed none."""
         started = time.thread_time()
-        self.matcher.accept_token(token)
+        accepted = self.matcher.accept_token(token)
         self.spend(time.thread_time() - started)
+        if not accepted:
+            self.refusal = DEAD_END
 
     def spend(self, seconds: float) -> None:
         self._left += TOKEN_SECONDS - seconds
-        self.too_slow = self.too_slow or seconds > STEP_SECONDS or self._left < 0
+        if seconds > STEP_SECONDS or self._left < 0:
+            self.refusal = TOO_SLOW
 
 
 def mask(logits: torch.Tensor, followers: Sequence[tuple[int, Follower]]) -> None:

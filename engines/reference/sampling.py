@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Request
-from trtpipe.engines.reference.grammars import Follower, mask
+from trtpipe.engines.reference.grammars import DEAD_END, Follower, mask
 
 # TensorRT-LLM's limit of top_k, and the number of candidates that are sorted first without a top_k.
 MAX_TOP_K = 1024
@@ -69,6 +69,8 @@ class Sampler:
         # A guide takes precedence over min_tokens: it may allow no token but the end.
         if self.follower is not None:
             self.follower.accept(token)
+            if self.follower.refusal == DEAD_END:
+                return "refused"
         long_enough = len(self.generated) >= self.min_tokens or self.follower is not None
         if token == self.end_id and long_enough:
             return "end_id"

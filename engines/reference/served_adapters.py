@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trtpipe.engines.adapters import AdapterFolder
-from trtpipe.engines.engine_process.request import RequestRefused
+from trtpipe.engines.engine_process.request import RequestRefused, adapter_fault
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
@@ -32,7 +32,7 @@ class ServedAdapters:
         try:
             self._model.load_adapter(number, placed.path)
         except TrtpipeError as error:
-            raise RequestRefused(f"the adapter {placed.name} does not load: {error}") from None
+            raise adapter_fault(placed.name) from error
         self._loaded.add(number)
         # With `number`: it may have left the folder while it was loaded, and its request is still to come.
         kept = {number, *self._used(), *(one.number for one in self._folder.all())}

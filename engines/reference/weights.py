@@ -122,7 +122,8 @@ def _with_packed(part: Any) -> Any:
     if type(part) is tuple:
         return tuple(map(_with_packed, part))
     if isinstance(part, (LayerShard, Linear, Mlp, Branches, Expert)):
-        return replace(part, **{one.name: _with_packed(getattr(part, one.name)) for one in fields(part)})
+        known: Any = part  # the protocol among them is kept by dataclasses
+        return replace(known, **{one.name: _with_packed(getattr(part, one.name)) for one in fields(known)})
     return part
 
 

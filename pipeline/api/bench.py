@@ -219,7 +219,8 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     given = {name: value for name, value in arguments.items() if value is not None}
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
-    protocol = ask.protocol or ("chat" if ask.openai_url and not (ask.grpc_url or ask.http_url) else "grpc,http")
+    named = {"grpc": ask.grpc_url, "http": ask.http_url, "chat": ask.openai_url}
+    protocol = ask.protocol or ",".join([name for name, url in named.items() if url] or ("grpc", "http"))
     if ask.connections > 1 and "grpc" not in protocol.split(","):
         raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
     if ask.connections > 1 and ask.transport == "tritonclient":
@@ -280,22 +281,12 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
 
 def check_place(report: Path) -> None:
     """Check, before anything is measured, that a report can be written there. Raises UsageError or HostError."""
-    import tempfile
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.store.folders import require_place
 
-    from trtpipe.engines.errors import HostError, UsageError
-
-    if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
-        raise UsageError(f"--report '{report}' is not a file", remedy="give a name such as report.json")
+    require_place(report)
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
-    try:
-        # Missing folders are made with the report: a run that fails before leaves none behind.
-        with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
-            pass
-    except OSError as error:
-        below_a_file = isinstance(error, NotADirectoryError)
-        why = f"{report.parent} is not a folder" if below_a_file else error.strerror or str(error)
-        raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
 
 
 def _several(value: Any) -> list[Any] | None:

@@ -57,6 +57,7 @@ def prove(
     from trtpipe import __version__
     from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.nvidia import read_gpus
     from trtpipe.pipeline.api.build import settings
     from trtpipe.pipeline.prove import page
     from trtpipe.pipeline.prove.proof import Proof
@@ -79,6 +80,9 @@ def prove(
         if len(reasons) == 1:
             raise UsageError(reasons[0])
         raise UsageError("no precision is left to prove", why="; ".join(f"{k}: {v}" for k, v in refused.items()))
+    if gpu != "cpu":
+        read_gpus()  # raises HostError here, not once for each precision
+    output.mkdir(parents=True, exist_ok=True)  # before an hour of work for it
     lanes = []
     for name, spec in specs.items():
         note(f"{name}: {spec.target}")

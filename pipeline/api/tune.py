@@ -128,14 +128,13 @@ class _Session:
         self._specs: dict[Candidate, BuildSpec] = {AS_IT_IS: self._spec}
         self._candidates = self._ordered(options)
         self._schedule = Schedule(seconds=60 * minutes, candidates=len(self._candidates))
-        self._start_s = 0.0
 
     def affordable(self) -> list[Candidate]:
-        """As many candidates as there is time for, once it is known how long a server takes to start."""
+        """As many candidates as there is time for, once it is known how long a server takes to start and a request."""
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
-        self._measure(AS_IT_IS, 0, 0)
-        self._schedule = self._schedule.fitting(self._start_s)
+        first = self._measure(AS_IT_IS, 0, 0)
+        self._schedule = self._schedule.fitting(first.start_s, first.request_s)
         kept = self._candidates[: self._schedule.candidates]
         for one in self._candidates[len(kept) :]:
             self.study.left[one.name] = "there was no time for it: give more --minutes"
@@ -146,7 +145,8 @@ class _Session:
         """See search.Measure."""
         from trtpipe.pipeline.tune.search import Score
 
-        return Score(self._measure(candidate, number, repeat).rate)
+        run = self._measure(candidate, number, repeat)
+        return Score(run.rate, broken=not run.report)
 
     def best_so_far(self) -> Winner | None:
         """The winner of an interrupted search, from what it has measured."""
@@ -156,7 +156,7 @@ class _Session:
             found = self.study.find(candidate, number, repeat)
             if found is None:
                 raise OutOfTime
-            return Score(found.rate)
+            return Score(found.rate, broken=not found.report)
 
         return search(self._candidates, again) if self.study.runs else None
 
@@ -220,9 +220,8 @@ class _Session:
 
         done = self.study.find(candidate, number, repeat)
         if done is not None:
-            self._start_s = max(self._start_s, done.start_s)
             return done
-        if self._left_s <= self._start_s:
+        if self._left_s <= self._schedule.start_s:
             raise OutOfTime
         begun = time.monotonic()
         self._note(f"round {number + 1}: {candidate.name}")
@@ -263,11 +262,12 @@ class _Session:
             engine_python=self._engine_python,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
-            self._start_s = max(self._start_s, start_s)
+            schedule = self._schedule
+            search_s = schedule.search_s(number) if self.study.runs else schedule.first_s
             options, served = choose(client.target, **{**self._bench, "server": client.server})
             options = self._search(
-                options, self._find, rate=self._start_rate(candidate), seconds=self._schedule.point_s(number, start_s),
-                number=number, limit_s=min(self._schedule.search_s(number, start_s), max(self._left_s, 0.0)),
+                options, self._find, rate=self._start_rate(candidate), seconds=schedule.point_s(number), number=number,
+                limit_s=min(search_s, max(self._left_s, 0.0)),
             )  # fmt: skip
             report = measure(replace(options, seed=repeat), served, self._progress, self._note)
         if report.interrupted:

@@ -28,7 +28,10 @@ def bench(
     server: Annotated[str | None, _server("Name of a running server; the only one if left out.")] = None,
     target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
     protocol: Annotated[
-        str | None, _server("Protocols, one after the other: grpc, http, completions, chat; those of the server.")
+        str | None,
+        _server(
+            "Protocols, one after the other: grpc, http, completions, chat; those of the server or the URLs given."
+        ),
     ] = None,
     model: Annotated[str, _server("Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
     grpc_url: Annotated[str | None, _server("URL of an external Triton server: host:8001.")] = None,
@@ -261,11 +264,11 @@ def compare(
         price_per_hour=numbers(price_per_hour) or (),
         own_price=_price_of,
     )
-    console_bench.comparison(compared, as_json=as_json)
-    if html is not None:
+    if html is not None:  # before the table, whose reader may close the pipe
         from trtpipe.pipeline.bench.compare import page
 
         page.write(compared, html)
+    console_bench.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
     if refusal is not None:
         raise refusal

@@ -21,8 +21,8 @@ def check(
 ) -> None:
     """Check a model repository before Triton loads it.
 
-    Fails when something is wrong. Code that is of no known template is named: `serve` refuses it without --allow-
-    model-code.
+    Fails when something is wrong. Code that is of no known template is named: `serve` refuses it without
+    --allow-model-code.
 
     \b
     Examples:

@@ -137,7 +137,10 @@ def probe(
 
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.planner.probe import probe as run
+    from trtpipe.pipeline.store.folders import require_place
 
+    if out is not None:
+        require_place(out)
     with console_progress.working("probe", "measuring the GPUs", announce=False):
         gpu, path = run(out)
     assert gpu.measured is not None

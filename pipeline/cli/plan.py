@@ -56,7 +56,9 @@ def plan(
     disaggregated: Annotated[
         int | None,
         typer.Option(
-            metavar="GPUS", help="Rank splits of up to so many GPUs into engines for prompts and engines for answers."
+            metavar="GPUS",
+            help="Rank splits of up to so many GPUs into engines for prompts and engines for answers.",
+            max=256,  # the splits grow with its square
         ),
     ] = None,
     adapters: Annotated[
@@ -90,6 +92,7 @@ def plan(
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.planner.disaggregation import disaggregate
     from trtpipe.pipeline.planner.whatif import what_ifs
+    from trtpipe.pipeline.store.folders import require_place
 
     if table := against or calibrate:
         if model is not None or (against and calibrate):
@@ -98,6 +101,8 @@ def plan(
         return
     if model is None:
         raise UsageError("no --model is given", remedy="name one of `trtpipe models`, or a folder")
+    if page is not None:
+        require_place(page)
     own = read_config()
     runtime = runtime or own.runtime or "tensorrt_llm"
     advice = advise(

@@ -23,7 +23,9 @@ Url = Annotated[
 SHOWN = 8
 Only = Annotated[
     str | None,
-    typer.Option(help="Artefacts to push: checkpoint, scales, tokenizer, accuracy, engine."),
+    typer.Option(
+        help="Artefacts to copy: checkpoint, scales, tokenizer, accuracy, engine; what serving takes if left out."
+    ),
 ]
 
 

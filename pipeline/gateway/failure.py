@@ -14,6 +14,8 @@ _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server 
 _DEAD = ("is not healthy", "health mutex")
 # Beginning of an engine's refusal of a guide.
 _GUIDE = "guided_decoding_guide"
+# Beginning of an engine's refusal of an adapter that has been removed since the gateway looked it up.
+_NO_ADAPTER = "no adapter has the number"
 # The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
 _LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
 
@@ -97,6 +99,8 @@ def of_text(message: str) -> Failure:
         return gone(message)
     if _says(words, _FULL):
         return Failure(429, message, code="overloaded", retry_after=1)
+    if _says(words, (_NO_ADAPTER,)):
+        return Failure(404, "the model's adapter has just been removed", param="model", code="model_not_found")
     if _says(words, (*_LIMITS, _GUIDE)):
         return wrong(message, code="refused_by_engine")
     return Failure(500, f"the inference server failed: {message}", code="upstream_error")

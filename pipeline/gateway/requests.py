@@ -44,9 +44,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _WHY = {"suffix": ": its models continue a text, and cannot fill in a gap"}
 # Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
-# Fields for the caller's bookkeeping, which do not change the answer.
 # Fields that may hold a million token ids.
 _IDS = ("prompt", "tokens")
+# Fields for the caller's bookkeeping, which do not change the answer.
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 

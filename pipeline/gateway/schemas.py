@@ -11,6 +11,7 @@ import functools
 import json
 from typing import Any
 
+from trtpipe.pipeline.gateway.endless import endless
 from trtpipe.pipeline.gateway.failure import invalid, wrong
 
 # Limits of a schema: bytes of its text, its depth, and the largest number in a bound of lengths or counts, since each
@@ -31,6 +32,9 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 _FORMATS = ("date", "date-time", "email", "ipv4", "time", "uuid")
+# Keywords whose value is a schema, and those whose value has one under each of its names.
+_SCHEMAS = ("items", "additionalProperties", "propertyNames")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _CHOICES = ("anyOf", "oneOf", "allOf")
 # Keywords that do not restrict values; they are left out.
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
@@ -52,14 +56,22 @@ def checked(schema: Any, place: str) -> str:
         raise wrong(f"'{place}' has {len(text)} bytes, at most {MAX_BYTES} are taken", place, "schema_too_large")
     if not isinstance(schema, dict):
         raise wrong(f"'{place}': Input should be an object", place, "invalid_value")
-    return json.dumps(_Check(schema, place).schema(schema, place, ()), separators=(",", ":"))
+    return json.dumps(_Check(schema, place).whole(), separators=(",", ":"))
 
 
 class _Check:
     def __init__(self, root: dict[str, Any], place: str) -> None:
         self._root = root
         self._place = place
-        self._resolved: set[str] = set()  # references that lead to a schema other than a reference
+        self._resolved: dict[str, str] = {}  # reference that leads to a schema other than a reference -> its path
+
+    def whole(self) -> Any:
+        """The root by `schema`. Raises Failure too for a reference to a schema without a value that ends."""
+        out = self.schema(self._root, self._place, ())
+        name = endless(self._resolved, self._find)
+        if name is not None:
+            raise _invalid(self._resolved[name], "each value of it would contain another one, without end")
+        return out
 
     def schema(self, given: Any, place: str, way: tuple[str, ...]) -> Any:
         """A schema without the keywords that restrict nothing, and with its type written out where keywords imply it.
@@ -103,27 +115,31 @@ class _Check:
         self._require_alone(out, "$ref", place)
         name = out["$ref"]
         if not isinstance(name, str) or self._find(name) is None:
-            raise _invalid(f"{place}.$ref", "it names nothing in the schema; references are to '#' or '#/...'")
+            raise _invalid(
+                f"{place}.$ref", "it names no schema; references are to '#', '#/$defs/...' and other schemas in it"
+            )
         if name in way:
             raise _invalid(f"{place}.$ref", "it refers to itself, and never to a value")
         if name not in self._resolved:
             found = self._find(name) or {}
             same = {one: value for one, value in found.items() if one in (*_CHOICES, "$ref")}
             self.schema(same, ".".join((self._place, *name.split("/")[1:])), (*way, name))
-            self._resolved.add(name)
+            self._resolved[name] = f"{place}.$ref"
         return out
 
     def _find(self, name: str) -> Any:
-        """The schema that a reference names; None where there is none."""
+        """The schema that a reference names; None where there is none, or none that is checked."""
         if name != "#" and not name.startswith("#/"):
             return None
-        found: Any = self._root
+        found, named = self._root, False
         for part in name.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or key not in found:
                 return None
-            found = found[key]
-        return found if isinstance(found, dict) else None
+            if not named and key not in (*_NAMED, *_SCHEMAS):
+                return None
+            found, named = found[key], not named and key in _NAMED
+        return found if isinstance(found, dict) and not named else None
 
     def _choice(self, out: dict[str, Any], name: str, place: str, way: tuple[str, ...]) -> dict[str, Any]:
         self._require_alone(out, name, place)

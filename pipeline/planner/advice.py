@@ -19,6 +19,7 @@ from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Precision, resolve_precision
 from trtpipe.engines.stored_precision import require_readable, stored_precision
+from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
@@ -79,8 +80,9 @@ class Question:
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise UsageError(f"rate is {self.rate:g}", remedy="give a positive number of requests a second")
+        if self.rate is not None and not 0 < self.rate <= MOST_RATE:
+            remedy = f"give a positive number of requests a second, at most {MOST_RATE:,.0f}"
+            raise UsageError(f"rate is {self.rate:g}", remedy=remedy)
         for name in ("gpus", "dtypes"):
             if not getattr(self, name):
                 raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
@@ -316,7 +318,7 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     """Highest rate of clients per second within the objectives, by bisection, and its prediction; None where the rate
     is below a hundredth of what the engine could do without objectives.
     """
-    full = option.full(demand)
+    full = option.full(demand, shares=not objectives)
     if not objectives:
         return full.requests_per_s / demand.turns, full
     low, high = 0.0, full.requests_per_s / demand.turns

@@ -29,12 +29,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.memory import expert_bytes, kv_token_bytes, rank_bytes
+from trtpipe.engines.checkpoint.memory import expert_bytes, kv_token_bytes
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
-from trtpipe.pipeline.planner.memory import mlp_width
+from trtpipe.pipeline.planner.memory import mlp_width, weight_bytes
 
 # Operand type of matrix products of an unquantized model.
 KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
@@ -67,11 +67,6 @@ class Parts(NamedTuple):
     head: Any
     allreduce: Any
     overhead: Any
-
-    @property
-    def total(self) -> Any:
-        products, attention, cache, elementwise, head, allreduce, overhead = self
-        return products + attention + cache + elementwise + head + allreduce + overhead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +163,7 @@ class StepCost:
         return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
 
     def seconds(self, step: Step) -> Any:
-        return self.parts(step).total
+        return sum(self.parts(step))
 
     def with_kv_share(self, share: float) -> StepCost:
         """The same cost with a KV cache that is read at `share` of the speed."""
@@ -197,7 +192,7 @@ def _count(
     # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
     table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
     of_experts = expert_bytes(model, dtype, mapping, quantization)
-    weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide - of_experts
+    weights = weight_bytes(model, dtype, mapping, quantization) - table - head * wide - of_experts
     algo = quantization.quant_algo
     assert gpu.sm is not None
     # Without tensor cores for the operands the weights are decoded first.
@@ -236,7 +231,7 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
     if counts.values:
         cached = max(cached, counts.values / (flops16 * how.own_heads))
     reduce, number = all_reduce(gpu, tp, how), 2 * layers
-    sent = number * counts.hidden * 2 * slower
+    sent = number * counts.hidden * 2 * slower / (how.allreduce_share if linked(gpu, tp) else 1.0)
     return StepCost(
         counts=counts, gpu=gpu, efficiency=how,
         token_s=2 * counts.parameters / (how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)) * slower,
@@ -277,8 +272,7 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
     if tp == 1:
         return AllReduce(0.0, 0.0, 0.0, 0.0)
     passes = 2 * (tp - 1) / tp
-    bridged = gpu.measured is not None and gpu.measured.nvlink_gbs is not None
-    if gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or (bridged and tp <= gpu.nvlink_gpus)):
+    if linked(gpu, tp):
         link = efficiency.nvlink_bandwidth(gpu)
         return AllReduce(
             efficiency.allreduce_s, (tp - 1) / (link * efficiency.one_shot),
@@ -287,3 +281,9 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
     start = efficiency.ring_s * tp / 2
     each = passes / (gpu.require("pcie_gbs") * efficiency.pcie_share(tp) * 1e9)
     return AllReduce(start, each, start, each)
+
+
+def linked(gpu: GpuSpec, tp: int) -> bool:
+    """Whether so many GPUs are joined by NVLink."""
+    bridged = gpu.measured is not None and gpu.measured.nvlink_gbs is not None
+    return gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or (bridged and tp <= gpu.nvlink_gpus))

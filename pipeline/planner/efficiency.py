@@ -35,6 +35,8 @@ class Efficiency:
     nvlink         share of the link's bandwidth in a ring all-reduce
 
     Fitted to published runs:
+    allreduce_share  share of an all-reduce's speed over NVLink that is left inside an engine, where ranks come at
+                   different times
     pcie           share of PCIe's bandwidth in an all-reduce, by number of GPUs: a guess where nothing was measured,
                    since it depends on the host's switches and sockets
     elementwise    number of passes over a token's activations between products
@@ -61,6 +63,7 @@ class Efficiency:
     one_shot: float
     ring_s: float
     nvlink: float
+    allreduce_share: float
     pcie: dict[int, float]
     elementwise: float
     step_s: float

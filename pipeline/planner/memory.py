@@ -6,6 +6,7 @@ in configs/efficiency.yaml, fitted together with the speeds, since the memory th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from trtpipe.engines.base import DataType, Mapping
@@ -16,6 +17,9 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
+
+# A plan asks for each rank several times, and each time all its tensors are listed.
+weight_bytes = functools.lru_cache(maxsize=256)(rank_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,7 @@ def memory(
         + (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size // tp
         + 2 * model.hidden_size
     )
-    weights = rank_bytes(model, dtype, mapping, quantization)
+    weights = weight_bytes(model, dtype, mapping, quantization)
     activations = round(efficiency.activations * limits.max_num_tokens * widest * 2)
     # Logits are kept in float32.
     buffers = limits.max_batch_size * model.vocab_size * 4

@@ -124,10 +124,10 @@ class Option:
                 return found
             count = needed
 
-    def together(self, demand: Demand, concurrency: int) -> Prediction:
+    def together(self, demand: Demand, concurrency: int, *, shares: bool = True) -> Prediction:
         """Predict `concurrency` clients, each of which sends its next request as soon as one is answered."""
         asked, follow = demand.together(concurrency, max(40, 4 * concurrency), self.cost.efficiency.front_s)
-        return self._predict(asked, follow, None, True)
+        return self._predict(asked, follow, None, shares)
 
     def waves(self, demand: Demand, concurrency: int, number: int = 4) -> Prediction:
         """Predict clients that start together and send `number` requests each: the whole run, its start too."""
@@ -135,9 +135,9 @@ class Option:
         asked, follow = demand.together(concurrency, number * concurrency, front, in_step=True)
         return Prediction.whole(simulate(asked, self.places, self.seconds, follow=follow), front)
 
-    def full(self, demand: Demand) -> Prediction:
+    def full(self, demand: Demand, *, shares: bool = True) -> Prediction:
         """Predict as many clients as the batch has slots."""
-        return self.together(demand, self.limits.max_batch_size)
+        return self.together(demand, self.limits.max_batch_size, shares=shares)
 
     def _predict(
         self, asked: list[Asked], follow: Follow | None, offered: float | None, with_shares: bool

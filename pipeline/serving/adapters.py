@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,17 +66,18 @@ def add(store: Store, server: Server, served: Served, name: str, source: Path) -
     there, passport = find(store, server, served), _require_changeable(server, served)
     model = _model(served.repository / ENGINE_FOLDER, passport)
     adapter = checked_adapter(source, model, passport.build_config["max_lora_rank"], DataType(passport.dtype))
+    assert there.path is not None
+    _require_new(there, served, name)
     added = added_folder(_server_folder(store, server))
     added.mkdir(exist_ok=True)
     made = lay_out(adapter, name, Path(tempfile.mkdtemp(dir=added)))
-    assert there.path is not None
-    with _locked(there.path):
-        if there.find(name) is not None:
-            raise UsageError(
-                f"{served.name} has an adapter '{name}' already",
-                remedy=f"run `trtpipe lora remove {name}` first, or give another name",
-            )
-        _link(there.path / made.name, made)
+    try:
+        with _locked(there.path):
+            _require_new(there, served, name)  # another command may have added it since
+            _link(there.path / made.name, made)
+    except BaseException:
+        shutil.rmtree(made.parent)
+        raise
     found = there.find(name)
     assert found is not None
     return found
@@ -93,6 +95,14 @@ def remove(store: Store, server: Server, served: Served, name: str) -> None:
             remedy = suggestion(name, known) if known else "add one with `trtpipe lora add`"
             raise UsageError(f"{served.name} has no adapter '{name}'", remedy=remedy)
         found.path.unlink()
+
+
+def _require_new(there: AdapterFolder, served: Served, name: str) -> None:
+    if there.find(name) is not None:
+        raise UsageError(
+            f"{served.name} has an adapter '{name}' already",
+            remedy=f"run `trtpipe lora remove {name}` first, or give another name",
+        )
 
 
 def _require_changeable(server: Server, served: Served) -> Passport:

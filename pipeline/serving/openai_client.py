@@ -59,6 +59,8 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
                     yield event
     except httpx.HTTPError as error:
         raise _gone(url, error) from None
+    except UnicodeEncodeError:  # of the request: the input is not text
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StageFailed(f"an answer of {url} cannot be read", why=str(error)) from None
 

@@ -69,8 +69,17 @@ class Stubs:
         with contextlib.suppress(OSError):  # the server or one of its threads has ended
             for task in self._tasks.iterdir():
                 with contextlib.suppress(OSError):
-                    out.update(map(int, (task / "children").read_text().split()))
+                    out.update(map(int, _read(f"{task}/children").split()))
         return out
+
+
+def _read(path: str) -> bytes:
+    """A small file of /proc. A server has hundreds of threads: Python's own files take three times as long."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 2**16)
+    finally:
+        os.close(descriptor)
 
 
 def is_zombie(pid: int) -> bool:

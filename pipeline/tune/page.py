@@ -57,7 +57,13 @@ def _cards(study: Study) -> Iterator[Card]:
     run = best_run(study.of(study.winner.candidate))
     yield Card(label="Requests/s within the objectives", value=number(run.rate))
     if study.winner.gain is not None:
-        yield Card(label="Gain over the target as it is", value=f"{study.winner.gain:+.0%}")
+        error = study.winner.error
+        note = (
+            ""
+            if error is None
+            else f"± {error:.0%}, the standard error of {len(study.of(study.winner.candidate))} runs"
+        )
+        yield Card(label="Gain over the target as it is", value=f"{study.winner.gain:+.0%}", note=note)
     yield Card(label="Output tokens/s", value=number(run.tokens_per_s))
     if study.price is not None:
         yield Card(label="1M output tokens", value=number(study.cost(run)), note="in the currency of the price")

@@ -4,35 +4,58 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtpipe.pipeline.tune.search import round_sizes
+from trtpipe.pipeline.tune.search import REPEATS, round_sizes
 
 # Load points of a usual search for a rate, and the least and most seconds of one.
 POINTS = 6
 LEAST_POINT_S, MOST_POINT_S = 3.0, 60.0
+# Least length of a load point in times of one request: a shorter one holds few requests, and chance decides.
+REQUESTS = 6
+# Share of the time in which the first measurement may find how fast the target is.
+FIRST = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Rounds get equal shares of `seconds`, and so each measurement of a round more than one of the round before."""
+    """Rounds get equal shares of `seconds`, the last one as many as it is repeated, and so each measurement of a round
+    more than one of the round before.
+
+    start_s    of a server, until it is ready
+    request_s  of one request alone
+    """
 
     seconds: float
     candidates: int
+    start_s: float = 0.0
+    request_s: float = 0.0
+
+    @property
+    def least_point_s(self) -> float:
+        return min(MOST_POINT_S, max(LEAST_POINT_S, REQUESTS * self.request_s))
 
     def limit_s(self, number: int) -> float:
         """Seconds of a measurement of this round, with the start of its server."""
         sizes = round_sizes(self.candidates)
-        return self.seconds / (len(sizes) * sizes[min(number, len(sizes) - 1)])
+        return self.seconds / ((len(sizes) + REPEATS - 1) * sizes[min(number, len(sizes) - 1)])
 
-    def search_s(self, number: int, start_s: float) -> float:
-        """Seconds of these for the search for a rate, where a server starts in `start_s`; never fewer than it needs."""
-        return max(POINTS * LEAST_POINT_S, self.limit_s(number) - start_s)
+    @property
+    def first_s(self) -> float:
+        """Seconds of the search for a rate of which nothing is known."""
+        return max(POINTS * LEAST_POINT_S, FIRST * self.seconds)
 
-    def point_s(self, number: int, start_s: float) -> float:
+    def search_s(self, number: int) -> float:
+        """Seconds of these for the search for a rate; never fewer than it needs."""
+        return max(POINTS * self.least_point_s, self.limit_s(number) - self.start_s)
+
+    def point_s(self, number: int) -> float:
         """Seconds of each of its load points."""
-        return min(MOST_POINT_S, self.search_s(number, start_s) / POINTS)
+        return min(MOST_POINT_S, self.search_s(number) / POINTS)
 
-    def fitting(self, start_s: float) -> Schedule:
+    def fitting(self, start_s: float, request_s: float) -> Schedule:
         """The same for as many of the candidates as can each have their least time in the first round."""
-        least = start_s + POINTS * LEAST_POINT_S
-        able = [Schedule(seconds=self.seconds, candidates=number) for number in range(self.candidates + 1)]
+        able = [
+            Schedule(seconds=self.seconds, candidates=number, start_s=start_s, request_s=request_s)
+            for number in range(self.candidates + 1)
+        ]
+        least = start_s + POINTS * able[0].least_point_s
         return next((one for one in reversed(able) if one.limit_s(0) >= least), able[0])

@@ -3,20 +3,21 @@
 Each round measures its candidates for longer than the one before, and keeps the better half. After the first round
 all changes that beat the target as it is are tried together, after the second the two best candidates: settings whose
 effects are independent of each other are so found without trying every combination. The target as it is takes part in
-every round, since what a change gains is judged beside it. At the end the two best are measured again while their
-results are close.
+every round, since what a change gains is judged beside it. At the end the best and the target as it is are measured
+again in turn, and so is a second that is close: the spread of these measurements is the error of the gain.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 
-# Most measurements of one candidate in the last round.
+# Measurements of the best and of the target as it is in the last round.
 REPEATS = 3
 # Two results closer than this share are no difference: that of the bench's own search for a rate.
 CLOSE = 0.05
@@ -24,10 +25,11 @@ CLOSE = 0.05
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one measurement: requests/s within the objectives, 0 where no rate met them; None where the candidate
-    could not be built, served or measured."""
+    """Result of one measurement: requests/s within the objectives, 0 where no rate met them; None where that is not
+    known, since the candidate is broken (it could not be built or served) or the time of the measurement was over."""
 
     rate: float | None
+    broken: bool = False
 
 
 # (candidate, number of the round, number of the repeat, number of candidates of the round) -> score
@@ -40,12 +42,18 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """Result of a search: the best candidate, and its gain over the target as it is, as a share; None where that was
-    not comparable. `complete` is false when time was over before the last round."""
+    """Result of a search.
+
+    candidate  the best
+    gain       of it over the target as it is, as a share; None where that was not comparable
+    error      standard error of the gain, as a share too; None where one of both was measured once
+    complete   false when time was over before the last round
+    """
 
     candidate: Candidate
     gain: float | None
     complete: bool
+    error: float | None = None
 
 
 def round_sizes(candidates: int) -> list[int]:
@@ -61,17 +69,23 @@ def round_sizes(candidates: int) -> list[int]:
 
 def most_measurements(candidates: int) -> int:
     """Upper bound on the measurements of a search."""
-    return sum(round_sizes(candidates)) + 2 * (REPEATS - 1)
+    return sum(round_sizes(candidates)) + 3 * (REPEATS - 1)
+
+
+Scores = dict[Candidate, list[tuple[int, float]]]
 
 
 def search(changes: Sequence[Candidate], measure: Measure) -> Winner:
     """Find the best of `changes` and of their combinations. `measure` may raise OutOfTime."""
-    scores: dict[Candidate, list[tuple[int, float]]] = {}
+    scores: Scores = {}
+    unknown: set[tuple[Candidate, int]] = set()
 
     def score(one: Candidate, number: int, size: int, repeat: int = 0) -> None:
-        found = measure(one, number, repeat, size).rate
-        if found is not None:
-            scores.setdefault(one, []).append((number, found))
+        found = measure(one, number, repeat, size)
+        if found.rate is not None:
+            scores.setdefault(one, []).append((number, found.rate))
+        elif not found.broken:
+            unknown.add((one, number))
 
     try:
         field, number = list(changes), 0
@@ -81,7 +95,7 @@ def search(changes: Sequence[Candidate], measure: Measure) -> Winner:
                 score(one, number, size)
             if len(field) <= 1:
                 break
-            field = _next(field, scores, number)
+            field = _next(field, scores, unknown, number)
             number += 1
     except OutOfTime:
         return _winner(scores, complete=False)
@@ -90,43 +104,49 @@ def search(changes: Sequence[Candidate], measure: Measure) -> Winner:
     return _winner(scores, complete=True)
 
 
-def _next(field: list[Candidate], scores: dict[Candidate, list[tuple[int, float]]], number: int) -> list[Candidate]:
-    """The candidates of the round after `number`: the better half, and what the best make together."""
-    able = [one for one in field if scores.get(one, [(-1, 0.0)])[-1][0] == number]
-    able.sort(key=lambda one: -rated(scores[one]))
+def _next(
+    field: list[Candidate], scores: Scores, unknown: set[tuple[Candidate, int]], number: int
+) -> list[Candidate]:  # fmt: skip
+    """The candidates of the round after `number`: the better half, and what the best make together. One whose time was
+    over counts as much as the target as it is: the next round measures longer."""
+    base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
+    worth = {one: base for one in field if (one, number) in unknown}
+    worth |= {one: rated(scores[one]) for one in field if scores.get(one, [(-1, 0.0)])[-1][0] == number}
+    able = sorted(worth, key=lambda one: -worth[one])
     kept = able[: math.ceil(len(field) / 2)]
     if number < 2 and len(field) > 1:
-        base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
-        gaining = [one for one in able if rated(scores[one]) > base]
         together = AS_IT_IS
-        for one in gaining if number == 0 else able[:2]:
+        for one in [one for one in able if worth[one] > base] if number == 0 else able[:2]:
             together = together.joined(one)  # the better value of a setting comes first
         if together not in scores:
             kept.append(together)
     return kept
 
 
-def _repeat(
-    scores: dict[Candidate, list[tuple[int, float]]], number: int, score: Callable[[Candidate, int, int, int], None]
-) -> None:
-    """Measure the two best of the last round again while they are close."""
+def _repeat(scores: Scores, number: int, score: Callable[[Candidate, int, int, int], None]) -> None:
+    """Measure the best of the last round, those close to it and the target as it is again, in turn."""
+    last = sorted((one for one in scores if scores[one][-1][0] == number), key=lambda one: -rated(scores[one]))
+    close = [one for one in last[:2] if rated(scores[one]) >= (1 - CLOSE) * rated(scores[last[0]])]
+    again = list(dict.fromkeys((AS_IT_IS, *close)))
     for repeat in range(1, REPEATS):
-        last = sorted((one for one in scores if scores[one][-1][0] == number), key=lambda one: -rated(scores[one]))
-        if len(last) < 2 or rated(scores[last[1]]) < (1 - CLOSE) * rated(scores[last[0]]):
-            return
-        for one in last[:2]:
-            score(one, number, len(last), repeat)
+        if len(again) > 1:
+            for one in again:
+                score(one, number, len(again), repeat)
 
 
 def rated(found: Sequence[tuple[int, float]]) -> float:
     """Mean of the measurements of a candidate's last round, which were the longest."""
+    return statistics.fmean(_longest(found))
+
+
+def _longest(found: Sequence[tuple[int, float]]) -> list[float]:
     last = max(number for number, _ in found)
-    rates = [rate for number, rate in found if number == last]
-    return sum(rates) / len(rates)
+    return [rate for number, rate in found if number == last]
 
 
-def _winner(scores: dict[Candidate, list[tuple[int, float]]], *, complete: bool) -> Winner:
-    """The best of those measured longest; the target as it is where none is better by more than CLOSE."""
+def _winner(scores: Scores, *, complete: bool) -> Winner:
+    """The best of those measured longest; the target as it is where none is better by more than CLOSE, and than twice
+    the error."""
     if not scores:
         return Winner(candidate=AS_IT_IS, gain=None, complete=complete)
     longest = max((found[-1][0] for one, found in scores.items() if one != AS_IT_IS), default=0)
@@ -135,6 +155,15 @@ def _winner(scores: dict[Candidate, list[tuple[int, float]]], *, complete: bool)
     best = max(last, key=lambda one: last[one]) if last else AS_IT_IS
     beside = [entry for entry in scores.get(AS_IT_IS, ()) if entry[0] <= longest]
     base = rated(beside) if beside else None
-    if base is not None and last.get(best, base) <= base * (1 + CLOSE):
+    error = _error(_longest(scores[best]), _longest(beside)) if beside and best != AS_IT_IS else None
+    if base is not None and last.get(best, base) <= base * (1 + max(CLOSE, 2 * (error or 0.0))):
         return Winner(candidate=AS_IT_IS, gain=0.0, complete=complete)
-    return Winner(candidate=best, gain=last[best] / base - 1 if base else None, complete=complete)
+    return Winner(candidate=best, gain=last[best] / base - 1 if base else None, complete=complete, error=error)
+
+
+def _error(of: Sequence[float], beside: Sequence[float]) -> float | None:
+    """Standard error of the ratio of two means."""
+    if min(len(of), len(beside)) < 2 or not statistics.fmean(beside) or not statistics.fmean(of):
+        return None
+    parts = [statistics.stdev(one) / statistics.fmean(one) / math.sqrt(len(one)) for one in (of, beside)]
+    return math.hypot(*parts) * statistics.fmean(of) / statistics.fmean(beside)

@@ -40,6 +40,7 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
+    request_s seconds of one request at its lowest load, the median; 0 where that is not known
     rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
               them, None where that is not known
     interval  rates between which the limit lies; None for an open side
@@ -53,6 +54,7 @@ class Run:
     seconds: float
     rate: float | None
     start_s: float = 0.0
+    request_s: float = 0.0
     interval: tuple[float | None, float | None] = (None, None)
     told: str = ""
     points: tuple[Point, ...] = ()
@@ -100,7 +102,11 @@ class Run:
             good = (one.metrics["request_goodput"]["value"] for one in there)
             answered = [value for value in good if value is not None]
             rate = min(rate, sum(answered) / len(answered)) if answered else rate
-        return cls(rate=rate, interval=found.interval, told=found.ended or "", points=tuple(points), **known)
+        # The first load point is the lowest: one request at a time, or the rate where the search begins.
+        alone = (one.metrics["request_latency"]["p50"] for one in bench.results)
+        request_s = next((value / 1e3 for value in alone if value is not None), 0.0)
+        told = found.ended or ""
+        return cls(rate=rate, request_s=request_s, interval=found.interval, told=told, points=tuple(points), **known)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "candidate": dict(self.candidate.changes)}
@@ -178,7 +184,8 @@ class Study:
             return f"the target serves best as it is: nothing that was tried gains more than {CLOSE:.0%}{cut}"
         runs = self.of(self.winner.candidate)
         rate = sum(run.rate or 0.0 for run in runs) / len(runs)
-        gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%} over the target as it is"
+        error = "" if self.winner.error is None else f" ± {self.winner.error:.0%}"
+        gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%}{error} over the target as it is"
         return f"{self.winner.candidate.name}: {rate:.4g} requests/s within the objectives{gain}{cut}"
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +194,7 @@ class Study:
             "price_per_hour": self.price, "said": self.said(),
             "winner": None if self.winner is None else {
                 "changes": dict(self.winner.candidate.changes), "gain": self.winner.gain,
-                "complete": self.winner.complete,
+                "error": self.winner.error, "complete": self.winner.complete,
             },
             "not_measured": self.left, "runs": [run.to_json() for run in self.runs],
         }  # fmt: skip

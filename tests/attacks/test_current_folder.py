@@ -110,7 +110,9 @@ def here(trap: Trap) -> Callable[..., str]:
 
 
 # Unset; the folder itself by its name; an empty entry, as `PYTHONPATH=$PYTHONPATH:/opt/lib` leaves one.
-PATHS = pytest.mark.parametrize("pythonpath", [None, ".", ":/nowhere"])
+PATHS = pytest.mark.parametrize(
+    "pythonpath", [":/nowhere", *(pytest.param(one, marks=pytest.mark.slow) for one in (None, "."))]
+)
 
 
 def test_a_plain_python_imports_modules_of_the_current_folder(trap: Trap) -> None:
@@ -139,7 +141,8 @@ def test_workers_with_torch(here: Callable[..., str], trap: Trap) -> None:
     assert "perplexity" in answer
 
 
-@pytest.mark.parametrize("pythonpath", [pytest.param(None, marks=pytest.mark.slow), "."])
+@pytest.mark.slow
+@pytest.mark.parametrize("pythonpath", [None, "."])
 def test_the_load_tester_and_its_server(here: Callable[..., str], pythonpath: str | None) -> None:
     answer = here("bench", "selftest", "--protocol", "grpc", "--streams", "4", pythonpath=pythonpath)
     assert "a core of this client can take" in answer
@@ -180,6 +183,7 @@ def test_absolute_entries_of_pythonpath_stay(tmp_path: Path, how: list[str]) -> 
     assert str(LAUNCHER.parent.parent) not in path[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> None:
     pythonpath = "."

@@ -62,7 +62,7 @@ def test_damage_to_a_folder_that_came_quantized_is_told_too(tmp_path: Path, case
     def look() -> None:
         stored, model = read_stored(folder), read_model_config(folder, quantized=True)
         if stored is not None:
-            stored.check(folder, model, locate_tensors(folder))
+            stored.check(str(folder), model, locate_tensors(folder))
             stored.describe()
 
     assert len(refused(folder, tuple(files), rounds, look)) > rounds * 0.4

@@ -51,7 +51,8 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(cli: Cli, tiny_
     cli.ok("stop", record["server"])
 
 
-@pytest.mark.parametrize("kill_watchdog", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_watchdog", [False, True])
 def test_stop_ends_the_watchdog_first(cli: Cli, tiny_repository: Path, kill_watchdog: bool) -> None:
     """Else it would start again what was to be stopped. One that was killed before is not missed."""
     ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]

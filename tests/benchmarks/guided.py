@@ -1,9 +1,10 @@
 """Cost of guided decoding in the reference runtime: a batch of constrained requests against as many free ones.
 
-    python -m tests.benchmarks.guided MODEL [--batch 32] [--tokens 64] [--rounds 3]
+    python -m tests.benchmarks.guided MODEL [--batch 32] [--tokens 64] [--rounds 5]
 
 MODEL is a Hugging Face folder, such as that of SmolLM2. Both batches run in the same process, in turn; the grammars are
-compiled before. The free requests draw as many tokens as the constrained ones do.
+compiled before. The free requests draw as many tokens as the constrained ones do. On a CPU the model is in float32, on
+one core, and the times are those of the processor: other programs do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
@@ -38,27 +42,31 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    torch.set_num_threads(1)
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         runtime = engine(args.model, Path(folder), args.batch, args.device)
         guide = Guide("json_schema", checked(SCHEMA, "schema"))
-        seconds(runtime, guide, args.batch, 4)
-        seconds(runtime, None, args.batch, 4)
-        rows = []
-        for number in range(args.rounds):
-            free = seconds(runtime, None, args.batch, args.tokens)
-            guided = seconds(runtime, guide, args.batch, args.tokens)
-            rows.append(guided / free - 1)
-            rate = args.batch * args.tokens
-            print(f"round {number}: free {rate / free:.0f} tokens/s, guided {rate / guided:.0f}, {rows[-1]:+.1%}")
+        seconds(runtime, guide, args.batch, 4, clock)
+        seconds(runtime, None, args.batch, 4, clock)
+        print("| round | free, output tokens/s | guided | share of the speed without guides |\n|---|---|---|---|")
+        shares = []
+        for number in range(1, args.rounds + 1):
+            free, guided = (
+                args.batch * args.tokens / seconds(runtime, one, args.batch, args.tokens, clock)
+                for one in (None, guide)
+            )
+            shares.append(guided / free)
+            print(f"| {number} | {free:.1f} | {guided:.1f} | {shares[-1]:.0%} |", flush=True)
         runtime.close()
-    print(f"median of {args.rounds}: guided requests take {statistics.median(rows):+.1%} time")
+    print(f"| median | | | {statistics.median(shares):.0%} |")
 
 
 def engine(model: Path, out: Path, batch: int, device: str) -> Runtime:
-    convert(model, out, dtype=DataType.BFLOAT16, mapping=Mapping())
+    convert(model, out, dtype=DataType.FLOAT32 if device == "cpu" else DataType.BFLOAT16, mapping=Mapping())
     (out / "info.json").write_text(tokenizer_info(model))
     limits = {"max_batch_size": batch, "max_input_len": 64, "max_seq_len": 512, "max_num_tokens": 2048}
     config = {
@@ -69,7 +77,7 @@ def engine(model: Path, out: Path, batch: int, device: str) -> Runtime:
     return Runtime(out, device=device, guided_decoding={"tokenizer_info": str(out / "info.json")})
 
 
-def seconds(runtime: Runtime, guide: Guide | None, batch: int, tokens: int) -> float:
+def seconds(runtime: Runtime, guide: Guide | None, batch: int, tokens: int, clock: Callable[[], float]) -> float:
     """Seconds of a batch from its first token to its last."""
     for number in range(batch):
         sampling = SamplingParams(seed=number, top_p=1.0, temperature=0.8)
@@ -78,10 +86,10 @@ def seconds(runtime: Runtime, guide: Guide | None, batch: int, tokens: int) -> f
     while runtime.has_work:
         outputs = runtime.step()
         if outputs and not begun:
-            begun = time.perf_counter()
+            begun = clock()
         made += sum(len(output.tokens) for output in outputs)
     assert made == batch * tokens, f"{made} tokens, not {batch * tokens}"
-    return time.perf_counter() - begun
+    return clock() - begun
 
 
 if __name__ == "__main__":

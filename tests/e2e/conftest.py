@@ -272,14 +272,6 @@ def serve(cli: Cli) -> Callable[[str], Served]:
 
 
 @pytest.fixture(scope="session")
-def served(cli: Cli, target: str, serve: Callable[[str], Served]) -> Iterator[Served]:
-    """The float32 SmolLM2 behind a real tritonserver."""
-    server = serve(target)
-    yield server
-    cli.kill_server(server.name)
-
-
-@pytest.fixture(scope="session")
 def greedy_texts() -> tuple[str, ...]:
     return TEXTS
 

@@ -76,7 +76,7 @@ def test_an_engine_is_built_and_knows_where_it_runs(host: Cli, tmp_path: Path, m
     ("failure", "telling"),
     [
         ("oom", "the weights of a rank do not fit the GPU memory that is free"),
-        ("killed", "most often because the machine's memory ran out"),
+        pytest.param("killed", "most often because the machine's memory ran out", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_build_says_why_and_what_to_do(
@@ -197,6 +197,7 @@ def test_a_docker_without_nvidias_runtime(
     assert done.err.splitlines()[-1].startswith("error: Docker has no NVIDIA runtime here")
 
 
+@pytest.mark.slow
 def test_ranks_are_served_by_the_toolchains_image(
     host: Cli, gpu_dockerd: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

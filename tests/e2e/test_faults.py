@@ -89,7 +89,7 @@ def test_a_closed_http_stream_ends_in_the_engine(tiny: Served, model: str) -> No
     assert until(lambda: idle(tiny), SOON)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MODELS[1:])])
 def test_more_than_the_queue_holds_is_refused_at_once(tiny: Served, model: str) -> None:
     """Two run and two wait; the rest hears of it quickly, and those four get their whole answers.
 

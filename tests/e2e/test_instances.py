@@ -46,6 +46,7 @@ def test_one_engine_serves_all_and_each_answers_alike(shared: Served) -> None:
         assert [answer["output_ids"] for answer in pool.map(lambda _: whole(shared, 20), range(32))] == [first] * 32
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_queue_holds_for_all_instances_together(shared: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
         # Two run and two wait, for longer than the rest takes. In pairs: of four in one instant the last may find two
@@ -84,6 +85,7 @@ def test_a_dead_engine_is_told_through_every_instance_and_started_once(shared: S
     assert again.pid != engine.pid
 
 
+@pytest.mark.slow
 def test_the_engine_outlives_one_stub_and_leaves_with_the_last(shared: Served) -> None:
     """Without the watchdog, which would load the model again."""
     record = json.loads((shared.cli.home / "servers" / f"{shared.name}.json").read_text())

@@ -42,7 +42,7 @@ def contents(cli: Cli) -> dict[str, str]:
     return out
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_build_that_is_killed_again_and_again_is_the_same_build(tmp_path: Path, kills: int) -> None:
     def chain(seed: int) -> int:
         """Builds of one home, killed at random moments; how many were."""

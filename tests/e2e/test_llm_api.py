@@ -207,6 +207,7 @@ def test_a_client_that_leaves_ends_its_request_and_the_metrics_follow(front: Fro
     assert [idle[f"nv_trt_llm_request_metrics.{name}"] for name in ("scheduled", "context", "waiting")] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told_at_once(front: Front) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as open_streams:

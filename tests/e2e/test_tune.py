@@ -36,7 +36,8 @@ def test_a_target_of_vllm_is_tuned_from_a_batch_of_one(cli: Cli, tmp_path: Path)
              "--input-tokens", "16", "--output-tokens", "32", "--json")  # fmt: skip
     study = json.loads(cli.ok(*asked).out)
     assert study["winner"]["changes"]["build.max_batch_size"] == 2
-    assert study["winner"]["gain"] > 0.05
+    # Two at once are nearly twice as many; the target as it is was measured as often as the winner, in turn.
+    assert study["winner"]["gain"] > max(0.2, 2 * study["winner"]["error"])
     (folder,) = (cli.folder / "runs" / TARGET / "tune").iterdir()
     for run in study["runs"]:
         assert (folder / run["report"]).is_file() or run["told"]

@@ -205,7 +205,8 @@ def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, mo
             {"presence_penalty": 0.5, "frequency_penalty": 0.25},
             {"sampling": SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)},
         ),
-        ({"return_log_probs": True}, {"return_log_probs": True}),
+        # vLLM's first log-probabilities take 20 seconds of processor time.
+        pytest.param({"return_log_probs": True}, {"return_log_probs": True}, marks=pytest.mark.slow),
     ],
     ids=["repetition", "presence and frequency", "log-probabilities"],
 )

@@ -21,6 +21,7 @@ from trtpipe.pipeline.serving.engine_python import beside
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.slow,
     pytest.mark.skipif(
         beside() is None, reason="no vLLM beside this environment: `make setup-vllm`, on Linux x86-64 and Python 3.11"
     ),

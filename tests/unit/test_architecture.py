@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -36,9 +37,14 @@ PATHS = [
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PATHS}
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path, *, typing: bool = True) -> Iterator[str]:
     """Every module and name that an import statement of the file names, wherever it stands."""
-    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    todo: list[ast.AST] = [tree(path)]
     while todo:
         node = todo.pop()
         if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -123,11 +129,7 @@ def test_planning_and_every_stage_load_nothing_heavy() -> None:
 
 
 def calls(path: Path) -> set[str]:
-    return {
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-    }
+    return {ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
 
 
 def test_only_the_command_prints_and_exits() -> None:
@@ -142,7 +144,7 @@ def test_only_the_command_prints_and_exits() -> None:
 def test_no_child_is_started_where_the_current_folder_decides_what_runs() -> None:
     """`python -m` looks for modules there first; trtpipe.engines.process.python_command does not."""
     for module, path in MODULES.items():
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        nodes = ast.walk(tree(path))
         assert "-m" not in {node.value for node in nodes if isinstance(node, ast.Constant)}, module
 
 

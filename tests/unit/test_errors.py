@@ -65,8 +65,12 @@ def test_a_permission_names_the_file_and_a_place_that_helps(tmp_path: Path) -> N
         assert isinstance(known, HostError)
         return str(known)
 
-    assert message("runs").startswith("runs: Permission denied; check the permissions")
-    assert "TRTPIPE_HOME" not in message("runs")
+    assert message("runs").endswith(
+        "; run this in a folder of yours: runs and reports are written to the current folder"
+    )
+    assert message("/etc/page.html").endswith("; check the permissions, or name another place")
+    (secret := tmp_path / "recipe.yaml").touch()
+    assert message(str(secret)) == f"{secret}: Permission denied; check the permissions"
     home = tmp_path / "home"  # as the tests' environment has it
     for path in (home, home / "artefacts" / "x", str(tmp_path)):
         assert message(path).endswith("; set TRTPIPE_HOME to a folder that you may write")
@@ -86,6 +90,16 @@ def test_the_machine_s_state_is_a_host_error(number: int) -> None:
     remedy = "" if number == errno.EIO else "; name another place"
     assert str(known) == f"x: {os.strerror(number)}{remedy}"
     assert str(translate(OSError(number, os.strerror(number)))) == f"{os.strerror(number)}{remedy}"
+
+
+def test_a_link_to_itself_is_no_defect_of_ours(tmp_path: Path) -> None:
+    (loop := tmp_path / "loop").symlink_to(loop)
+    try:
+        loop.resolve()
+    except RuntimeError as error:  # before Python 3.13
+        known = translate(error)
+        assert isinstance(known, HostError)
+        assert str(known) == f"Symlink loop from '{loop}'; name another place"
 
 
 def test_memory_that_is_short_is_the_machine_s() -> None:

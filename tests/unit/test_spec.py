@@ -148,6 +148,11 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
             "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
+        (
+            {"model": "https://huggingface.co/meta-llama/Llama-3.1-8B"},
+            "'https://huggingface.co/meta-llama/Llama-3.1-8B' is an address; a model of the Hub is named by its id, "
+            "meta-llama/Llama-3.1-8B",
+        ),
         ({"gpu": "h10"}, "unknown GPU 'h10'; did you mean 'h100'?"),
         ({"dtype": "bf15"}, "unknown dtype 'bf15'; did you mean 'bf16'?"),
         ({"runtime": "tensorrt-llm"}, "unknown runtime 'tensorrt-llm'; did you mean 'tensorrt_llm'?"),

@@ -59,15 +59,9 @@ def find_load(name: str) -> LoadFile:
 
     Raises UsageError where no such file exists, ConfigError for a mistake in it.
     """
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        if name not in names():
-            raise UsageError(
-                f"unknown load '{name}'", why="it is not a YAML file either", remedy=suggestion(name, names())
-            )
-        path = LOADS / f"{name}.yaml"
-    elif not path.is_file():
-        raise UsageError(f"there is no load file {path}", remedy="known: " + ", ".join(names()))
+    path = LOADS / f"{name}.yaml" if name in names() else Path(name)
+    if not path.is_file():
+        raise UsageError(f"unknown load '{name}'", why="there is no such file either", remedy=suggestion(name, names()))
     raw = read.read_yaml(path)
     read.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
     plain = read.build(_Plain, raw, path.name)

@@ -1,8 +1,9 @@
 """`make gpu-e2e`: what the project claims of GPUs, measured on one, end to end; on a machine with an NVIDIA GPU.
 
 Two environments: this one serves, quantizes and measures (nvidia-pytriton with its numpy, ModelOpt, torch); the
-engines run in that of `--engine-python`, which has torch and vLLM. Each section is measured in one run and its figures
-are kept with its date, machine, versions and commands in the JSON; the page is written from that file alone.
+engines run in that of `--engine-python`, which has torch and vLLM of its own, not by PYTHONPATH. Each section is
+measured in one run and its figures are kept with its date, machine, versions and commands in the JSON; the page is
+written from that file alone.
 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
         [--resume] [--seconds N] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
@@ -34,9 +35,10 @@ from typing import Any
 from tests.benchmarks.gpu import comparison, features, long_load, page, sections, served_page, several, tuned
 from tests.benchmarks.gpu.place import MODEL, Place
 from trtpipe.configs import facts
+from trtpipe.engines.backends import vllm
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
-from trtpipe.pipeline.serving import http_streams
+from trtpipe.pipeline.serving import engine_python, http_streams
 
 # What takes the model of Llama 3 8B's shapes.
 SHAPED: dict[str, Callable[[Place, Path, dict[str, Any], sections.Keep], None]] = {
@@ -68,6 +70,8 @@ def main() -> int:
     wanted = chosen.only.split(",")
     for name in set(wanted) - set(SECTIONS):
         options.error(f"no section is called '{name}'; there are {', '.join(SECTIONS)}")
+    # As `serve` asks, before time on a GPU is spent.
+    engine_python.require(chosen.engine_python, vllm.NEEDS)
     scratch: Path = chosen.scratch.resolve()
     (scratch / "logs").mkdir(parents=True, exist_ok=True)
     (scratch / "reports").mkdir(exist_ok=True)

@@ -134,7 +134,7 @@ parallel.follow(Connection(int(sys.argv[1])))
 
 
 def tensor_parallel(
-    engine: str, levels: list[int], prompts: list[list[int]], new: int, together: bool, nccl: list[int]
+    engine: str, levels: list[int], prompts: list[list[int]], new: int, together: bool, nccl: list[int], waves: int
 ) -> dict[str, Any]:
     """An engine of the reference runtime with a process and a GPU for each rank: tokens a second, and how much of that
     time the model takes, by requests in flight.
@@ -142,6 +142,7 @@ def tensor_parallel(
     prompts   their greedy answers are decoded twice, and with `together` by the same shards in one process as well
     together  whether one device holds them all
     nccl      requests in flight of a measurement without sums in shared memory
+    waves     of a measurement
     """
     folder = Path(engine)
     settings: dict[str, Any] = {"enable_kv_cache_reuse": False, "apart": True}
@@ -150,7 +151,7 @@ def tensor_parallel(
     apart = Reference(folder, **settings)
     said = decoded(apart, prompts, new, logits=True)
     out: dict[str, Any] = {"again": compare_steps(said, decoded(apart, prompts, new, logits=True))}
-    out["in_process"] = _measured(apart, levels)
+    out["in_process"] = _measured(apart, levels, waves)
     out["nccl_below"] = least_shared(apart.runtime.config.mapping.tp_size)
     _close(apart)
     del apart
@@ -164,7 +165,7 @@ def tensor_parallel(
         ranks._peers = lambda size: False
         setattr(parallel, "python_command", lambda module: [sys.executable, "-c", FOLLOWER])  # noqa: B010
         apart = Reference(folder, **settings)
-        out["nccl"] = _measured(apart, nccl)
+        out["nccl"] = _measured(apart, nccl, waves)
         _close(apart)
     return out
 
@@ -177,7 +178,7 @@ def _close(engine: Reference) -> None:
         torch.cuda.empty_cache()
 
 
-def _measured(engine: Reference, levels: list[int]) -> dict[str, dict[str, float]]:
+def _measured(engine: Reference, levels: list[int], waves: int) -> dict[str, dict[str, float]]:
     """`loop.measure`, with the share of its time that passes until a step's logits are there."""
     import torch
 
@@ -194,7 +195,8 @@ def _measured(engine: Reference, levels: list[int]) -> dict[str, dict[str, float
 
     found: dict[str, dict[str, float]] = {}
     for level in levels:
-        found |= loop.measure(engine, [level], None)
+        found[str(level)] = loop.waves(engine, level, waves=waves)
+        print(level, found[str(level)], file=sys.stderr, flush=True)
         model.forward = timed  # type: ignore[method-assign]
         began, spent[0] = time.perf_counter(), 0.0
         loop.waves(engine, level, waves=1)  # with one that goes ahead

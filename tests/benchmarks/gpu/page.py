@@ -109,21 +109,23 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
     parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
     if "sums" in kept:
         parts.append(section_text("Sums over several GPUs", kept["sums"], several_page.sums(kept["sums"]["result"])))
-    several = [kept[name] for name in ("pairs", "fours", "experts") if name in kept]
+    several = [kept[name] for name in ("pairs", "fours") if name in kept]
     found = {
         model: {key: one for section in several for key, one in section["result"].get(model, {}).items()}
         for model in ("llama3-8b", *several_page.MODELS)
     }
+    large = kept.get("large_served")
+    if large and "in_process" not in large["result"]:
+        found["llama3-70b"][several_page.LARGE] = large["result"]
     if found["llama3-8b"]:
         lines = several_page.tensor_parallel(found["llama3-8b"], kept.get("sums", {}).get("result", {}))
         parts.append(section_text("Tensor parallelism of the reference runtime", several[0], lines))
     for model, (title, said) in several_page.MODELS.items():
         if found[model]:
             parts.append(section_text(title, several[0], said(found[model])))
-    if "large_served" in kept:
-        section = kept["large_served"]
-        lines = several_page.large_served(section["result"], speed_page.fronts)
-        parts.append(section_text("Llama 3 70B's shapes behind our fronts", section, lines))
+    if large and "in_process" in large["result"]:
+        lines = several_page.large_served(large["result"], speed_page.fronts)
+        parts.append(section_text("Llama 3 70B's shapes behind our fronts", large, lines))
     if several:
         return "\n".join([*parts, ABSENT]) + "".join(several_page.absent(kept))
     return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)

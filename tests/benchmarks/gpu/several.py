@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.gpu import predicted, shaped
+from tests.benchmarks.gpu.loop import WAVES
 from tests.benchmarks.gpu.place import SIZES, Place
 from tests.benchmarks.gpu.sections import LEVELS, Keep
 
@@ -27,7 +28,7 @@ LOADS = tuple(LEVELS[:3])
 # Of prompts whose answers are compared bit by bit.
 PROMPTS, PROMPT, NEW = 8, 128, 32
 # Seconds for an engine of a large model to be loaded and measured.
-PATIENCE = 300.0
+PATIENCE = 420.0
 # Requests in flight behind a front.
 SERVED = (64, 256)
 SECONDS = 6.0
@@ -59,6 +60,8 @@ class Job:
     fp8: bool = True
     ep: int = 1
     levels: tuple[int, ...] = LOADS
+    # Of the reference runtime: how often every place is taken.
+    waves: int = WAVES
     # Of the reference runtime: whether one GPU can hold all ranks, to compare, and what NCCL alone is measured at.
     together: bool = False
     nccl: tuple[int, ...] = ()
@@ -76,31 +79,31 @@ class Job:
 RUNTIMES = {"vllm": "vLLM", "reference": "reference"}
 LLAMA8, LLAMA70, MIXTRAL = "llama3-8b", "llama3-70b", "mixtral-8x7b"
 FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
-# Those that need one or two GPUs: the jobs of a list one after the other, both lists at the same time.
+# Waves of the reference runtime with a large model.
+FEW = 2
+# Those that need one or two GPUs: the jobs of a list one after the other, both lists at the same time. Of the reference
+# runtime with experts, a part of each expert is on each of two GPUs, or each has whole ones.
 PAIRS = (
     (
         Job(LLAMA8, "reference", FIRST, fp8=False, together=True, nccl=LOADS[:2]),
         Job(LLAMA8, "reference", FIRST[:1]),
+        Job(MIXTRAL, "vllm", FIRST[:1]),
         Job(LLAMA70, "vllm", FIRST),
-        Job(MIXTRAL, "vllm", FIRST, fp8=False),
+        Job(MIXTRAL, "reference", FIRST, levels=LOADS[:2], waves=FEW, together=True),
     ),
     (
         Job(LLAMA8, "reference", SECOND, together=True, nccl=LOADS[:2]),
         Job(LLAMA8, "reference", SECOND[:1], fp8=False),
-        Job(MIXTRAL, "vllm", SECOND[:1]),
-        Job(LLAMA70, "reference", SECOND, nccl=LOADS[:1]),
+        Job(MIXTRAL, "vllm", SECOND, fp8=False),
+        Job(LLAMA70, "reference", SECOND, waves=FEW),
+        Job(MIXTRAL, "reference", SECOND, ep=2, levels=LOADS[:2], waves=FEW, together=True),
     ),
 )
 FOURS = (
+    Job(MIXTRAL, "vllm", ALL, ep=4),
+    Job(LLAMA70, "reference", ALL, waves=FEW),
     Job(LLAMA8, "reference", ALL, fp8=False, together=True, nccl=LOADS[:1]),
     Job(LLAMA8, "reference", ALL),
-    Job(LLAMA70, "reference", ALL),
-)
-WHOLE_EXPERTS = (Job(MIXTRAL, "vllm", ALL, ep=4),)
-# A part of each expert on each of two GPUs, and whole ones.
-EXPERTS = (
-    (Job(MIXTRAL, "reference", FIRST, levels=LOADS[:2], together=True),),
-    (Job(MIXTRAL, "reference", SECOND, ep=2, levels=LOADS[:2], together=True),),
 )
 
 
@@ -133,7 +136,7 @@ def engine(place: Place, job: Job) -> Path:
 
 def prepare(scratch: str, gpu: str, models: Sequence[str]) -> None:
     """Write folders and engines of some of the models ahead, while GPUs measure others."""
-    for job in (*PAIRS[1], *PAIRS[0], *FOURS, *WHOLE_EXPERTS):
+    for job in (*PAIRS[1], *PAIRS[0], *FOURS):
         if job.model in models:
             engine(Place(Path(scratch), "", gpu), job)
 
@@ -176,7 +179,7 @@ def _one(place: Place, job: Job) -> dict[str, Any]:
     prompts = np.random.default_rng(1).integers(2, top, (PROMPTS, PROMPT)).tolist()
     made: dict[str, Any] = place.inside(
         "collectives:tensor_parallel", environment=there, limit=PATIENCE, prompts=prompts, new=NEW,
-        together=job.together, nccl=list(job.nccl), **shared,
+        together=job.together, nccl=list(job.nccl), waves=job.waves, **shared,
     )  # fmt: skip
     return made
 
@@ -202,14 +205,8 @@ def pairs(place: Place, out: dict[str, Any], keep: Keep) -> None:
 
 
 def fours(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """The same on four."""
+    """The same on all, with whole experts on each."""
     measure(place, out, keep, FOURS)
-
-
-def experts(place: Place, out: dict[str, Any], keep: Keep) -> None:
-    """Mixtral 8x7B's shapes over two and four GPUs, with whole experts on each."""
-    measure(place, out, keep, WHOLE_EXPERTS)
-    measure(place, out, keep, *EXPERTS)
 
 
 def large_served(place: Place, out: dict[str, Any], keep: Keep) -> None:
@@ -240,5 +237,4 @@ def _bench(place: Place, fronts: Sequence[str], out: dict[str, Any], keep: Keep)
 
 SECTIONS: dict[str, Callable[[Place, dict[str, Any], Keep], None]] = {
     "sums": sums, "pairs": pairs, "fours": fours, "large_served": large_served,
-    "experts": experts,
 }  # fmt: skip

@@ -6,15 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import comparison
-from tests.benchmarks.gpu.several import EXPERTS, FOURS, PAIRS, WHOLE_EXPERTS
+from tests.benchmarks.gpu.several import FOURS, PAIRS
 
-EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS, WHOLE_EXPERTS, *EXPERTS) for job in jobs]
+EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS) for job in jobs]
+# The engine of `large_served`, and two of Mixtral that are compared.
+LARGE = "vLLM fp8, tp 4"
+ONE_GPU, TWO_GPUS = "vLLM fp8, tp 1", "reference fp8, tp 2"
 WAYS = {"nccl": "NCCL", "one_shot": "one-shot", "two_shot": "two-shot"}
 # Sums in a step of Llama 3 8B's 32 layers, and the measured size that is next above one token's 8 KB.
 SUMS, SUM_OF_ONE = 64, "16384"
+# Ranks -> where the speed is that was measured with the sums that they make of one token.
+WAY_OF_ONE = (("2", "two", "nccl", "nccl"), ("4", "four", "in_process", "one_shot"))
 HEAD = [
-    "| engine | in flight | tok/s | TTFT p50 ms | joules a token | in the model | tok/s over NCCL alone |",
-    "|---|---|---|---|---|---|---|",
+    "| engine | in flight | tok/s | TTFT p50 ms | joules a token | in the model |",
+    "|---|---|---|---|---|---|",
 ]
 
 
@@ -35,7 +40,7 @@ def large_served(result: Mapping[str, Any], fronts: Callable[[Mapping[str, Any]]
         )
     yield ""
     yield from fronts(whole)
-    yield from comparison.predictions({"vLLM fp8, tp 4": (result["predicted"], result["in_process"])})
+    yield from comparison.predictions({LARGE: (result["predicted"], result["in_process"])})
 
 
 def sums(result: Mapping[str, Any]) -> Iterator[str]:
@@ -88,7 +93,7 @@ def tensor_parallel(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Itera
                     f"| {ratios[1]} |"
                 )
     yield ""
-    yield from _equality(result)
+    yield from _equality(result, "not compared")
     yield from _bound(result, sums)
 
 
@@ -97,26 +102,27 @@ def _over(speed: Mapping[str, float] | None, alone: Mapping[str, float] | None) 
 
 
 def _bound(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Iterator[str]:
-    """What two GPUs could reach at most, by what no second GPU takes and by what sums take."""
-    yield "Why two GPUs are not twice as fast:\n"
+    """What more GPUs could reach at most, by what they do not share and by what sums take."""
+    yield "Why two GPUs are not twice as fast, nor four four times:\n"
     for dtype in ("bf16", "fp8"):
         alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})
         for level, speed in alone.items():
             outside = 1 - speed["model_share"]
+            faster = [f"{1 / (outside + speed['model_share'] / times):.2f}" for times in (2, 4)]
             yield (
                 f"- {dtype}, {level} in flight: {outside:.0%} of one GPU's time passes outside the model, in the "
-                f"process that plans, samples and answers. Were the model twice as fast, all would be "
-                f"{1 / (outside + speed['model_share'] / 2):.2f} times as fast."
+                f"process that plans, samples and answers. Were the model twice as fast, all would be {faster[0]} "
+                f"times as fast, and {faster[1]} times with a model four times as fast."
             )
-        two = result.get(f"reference {dtype}, tp 2", {}).get("nccl", {}).get("1")
-        if two and "1" in alone and "2" in sums:
-            one_sum = sums["2"]["by_bytes"]["nccl"][SUM_OF_ONE] * 1e-6
-            without = 1 / two["waves"] - SUMS * one_sum
-            yield (
-                f"- {dtype}, 1 in flight: of the {1e3 / two['waves']:.2f} ms between two tokens on two GPUs {SUMS} "
-                f"sums of one token take {SUMS * one_sum * 1e3:.2f}. If sums took no time, two GPUs would be "
-                f"{1 / without / alone['1']['waves']:.2f} times as fast as one."
-            )
+        for ranks, said, measured, way in WAY_OF_ONE:
+            one = result.get(f"reference {dtype}, tp {ranks}", {}).get(measured, {}).get("1")
+            if one and "1" in alone and ranks in sums:
+                took, added = 1 / one["waves"], SUMS * sums[ranks]["by_bytes"][way][SUM_OF_ONE] * 1e-6
+                yield (
+                    f"- {dtype}, 1 in flight: of the {took * 1e3:.2f} ms between two tokens on {said} GPUs {SUMS} sums "
+                    f"of one token take {added * 1e3:.2f}. If sums took no time, {said} GPUs would be "
+                    f"{1 / (took - added) / alone['1']['waves']:.2f} times as fast as one."
+                )
     yield ""
 
 
@@ -130,7 +136,7 @@ def engines(result: Mapping[str, Any]) -> Iterator[str]:
             share = f"{speed['model_share']:.0%}" if "model_share" in speed else ""
             yield (
                 f"| {name} | {level} | {speed['waves']:,.0f} | {speed['ttft_p50_ms']:,.0f} "
-                f"| {'' if spent is None else format(spent, '.3g')} | {share} | {_nccl(one, level)} |"
+                f"| {'' if spent is None else format(spent, '.3g')} | {share} |"
             )
     yield ""
     waiting = {name: one["predicted"] for name, one in result.items() if "predicted" in one and "in_process" not in one}
@@ -148,7 +154,7 @@ def engines(result: Mapping[str, Any]) -> Iterator[str]:
     beside = [name for name, one in result.items() if one.get("beside") and "in_process" in one]
     if beside:
         yield f"Measured while other GPUs of the host worked: {'; '.join(beside)}.\n"
-    yield from _equality(result)
+    yield from _equality(result, "one GPU does not hold them")
     yield from comparison.predictions(
         {
             name: (one["predicted"], one["in_process"])
@@ -163,7 +169,8 @@ def _nccl(one: Mapping[str, Any], level: str) -> str:
     return f"{found['waves']:,.0f}" if found else ""
 
 
-def _equality(result: Mapping[str, Any]) -> Iterator[str]:
+def _equality(result: Mapping[str, Any], otherwise: str) -> Iterator[str]:
+    """otherwise: why an engine was not compared with one process."""
     compared = {name: one for name, one in result.items() if "again" in one and ", tp 1" not in name}
     if not compared:
         return
@@ -171,30 +178,42 @@ def _equality(result: Mapping[str, Any]) -> Iterator[str]:
     yield "| engine | ranks apart, and in one process | ranks apart, once more |"
     yield "|---|---|---|"
     for name, one in compared.items():
-        yield f"| {name} | {_steps(one.get('one_process'))} | {_steps(one['again'])} |"
+        together = _steps(one["one_process"]) if "one_process" in one else otherwise
+        yield f"| {name} | {together} | {_steps(one['again'])} |"
     yield ""
 
 
-def _steps(steps: Mapping[str, Any] | None) -> str:
-    if steps is None:
-        return "one GPU does not hold them"
+def _steps(steps: Mapping[str, Any]) -> str:
     most = "" if steps["equal"] == steps["steps"] else f", else {steps['largest']:.3g} at most"
     return f"{steps['equal']:,} of {steps['steps']:,}{most}"
 
 
 def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "vLLM from the folder; the reference runtime from our checkpoint, where tp divides every expert among the "
-        "ranks and\nep gives each rank whole experts. It records no step of a model with experts as a CUDA graph: how "
-        "many tokens an expert\nhas is counted on the host.\n"
+        "vLLM from the folder, in four waves; the reference runtime from our checkpoint, in two, where tp divides "
+        "every\nexpert among the ranks and ep gives each rank whole experts.\n"
     )
     yield from engines(result)
+    fast, slow = (result.get(name, {}).get("in_process", {}) for name in (ONE_GPU, TWO_GPUS))
+    if "64" in fast and "64" in slow:
+        times = [f"{fast[level]['waves'] / slow[level]['waves']:.1f}" for level in ("1", "64")]
+        yield (
+            f"With one request in flight vLLM on one GPU is {times[0]} times as fast as the reference runtime on two, "
+            f"and with 64\n{times[1]} times. The reference runtime records no step of a model with experts as a CUDA "
+            "graph: how many tokens an expert\nhas is counted on the host.\n"
+        )
+    if any(", ep" in name and "predicted" in one for name, one in result.items()):
+        yield (
+            "The planner knows no expert parallelism. What it says of an engine with ep is of tp alone, where every "
+            "GPU reads its part\nof each expert that a step needs. With ep, a GPU reads whole experts, and a step "
+            "waits for the GPU with the most of them.\n"
+        )
 
 
 def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "70 GB of weights from a seed, written in FP8, 128 tokens in and 128 out, all requests starting together. vLLM "
-        "from\nthe folder, the reference runtime from our TensorRT-LLM checkpoint. vLLM on four GPUs is below.\n"
+        "from\nthe folder, in four waves; the reference runtime from our TensorRT-LLM checkpoint, in two.\n"
     )
     yield from engines(result)
     if not any("in_process" in one for one in result.values()):
@@ -216,19 +235,18 @@ def absent(kept: Mapping[str, Any]) -> Iterator[str]:
     """Measurements that are not there, and why."""
     found = {
         (model, name)
-        for section in ("pairs", "fours", "experts")
+        for section in ("pairs", "fours")
         for model, engines in kept.get(section, {}).get("result", {}).items()
         for name, one in engines.items()
         if "in_process" in one
     }
     missing = [f"{model}: {name}" for model, name in EXPECTED if (model, name) not in found]
-    if "large_served" not in kept:
-        missing.append("llama3-70b: vLLM fp8, tp 4, alone and behind the fronts")
+    if "in_process" not in kept.get("large_served", {}).get("result", {}):
+        missing.append(f"llama3-70b: {LARGE}, alone and behind the fronts")
     if missing:
         yield (
-            "- **Engines of which there are no figures**: the time on a machine of four GPUs ended before their turn. "
-            "The sections\n  write them when they are run again. "
-            f"{'; '.join(missing)}.\n"
+            "- **Engines of which there are no figures**: the time on machines of four GPUs was used up before they "
+            f"were measured.\n  {'; '.join(missing)}.\n"
         )
     yield "- **Llama 3 70B's shapes in BF16**, and **eight GPUs**: not tried.\n"
     yield "- What one GPU of this kind was measured for is in [h100.md](h100.md).\n"

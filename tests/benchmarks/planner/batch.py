@@ -31,7 +31,7 @@ class Batch:
         """Tokens a second of each run."""
         under = {key: how.of(*key) for key in {(runtime, release) for runtime, release, _ in self.engines}}
         costs = [cost.under(under[runtime, release]) for runtime, release, cost in self.engines]
-        seconds = _spread(costs, self.engine[self.owner]).seconds(self.step)
+        seconds = spread(costs, self.engine[self.owner]).seconds(self.step)
         return self.tokens / np.bincount(self.owner, self.repeat * seconds)
 
     def only(self, kept: Sequence[bool]) -> Batch:
@@ -45,8 +45,8 @@ class Batch:
         )  # fmt: skip
 
 
-def _spread(costs: Sequence[StepCost], owner: Any) -> Any:
-    """The costs of several engines as one, whose coefficients are arrays."""
+def spread(costs: Sequence[StepCost], owner: Any = slice(None)) -> Any:
+    """The costs of several engines as one, whose coefficients are arrays; `owner` has the place of each value's."""
     names = [field.name for field in dataclasses.fields(StepCost) if field.name.endswith("_s")]
     values = {name: np.array([getattr(cost, name) for cost in costs])[owner] for name in names}
     counts = replace(costs[0].counts, picked=np.array([cost.counts.picked for cost in costs])[owner])

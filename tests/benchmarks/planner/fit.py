@@ -1,17 +1,18 @@
-"""Fit of efficiencies to published runs, by coordinate descent on the mean absolute logarithm of predicted over
-measured, and the file that it writes. Shares of single operations are bound by what was measured of them."""
+"""Fit of efficiencies to published runs, by robust least squares of the logarithm of predicted over measured, and the
+file that it writes. Shares of single operations are bound by what was measured of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import yaml
+from scipy.optimize import least_squares
 
-from tests.benchmarks.planner.batch import Batch
+from tests.benchmarks.planner.batch import Batch, spread
 from tests.support.published import vllm, waves
 from trtpipe.configs import facts
 from trtpipe.pipeline.planner.cost import Step
@@ -26,14 +27,18 @@ PRODUCTS = {
     "100.fp8": 0.60, "100.fp4": 0.45,
 }  # fmt: skip
 FREEDOM = 1.15
-OVERHEADS = ("step_s", "layer_s", "request_s")
-BOUNDS = {"elementwise": (2.0, 8.0), "layer_s": (5e-6, 1e-4), "kv": (0.78, 0.92)}
-# Not fitted, since runs do not tell these apart from a layer's overhead: read off the same tables of all-reduces over
-# NVLink. `nvlink` is of large ones of eight H100; two reach 0.37. A ring's start is NCCL's on our H100, and where the
-# tables pass from one shot to a ring.
-MEASURED = {"allreduce_s": 3e-6, "one_shot": 0.3, "ring_s": 2.7e-5, "nvlink": 0.52}
+# Not fitted, since runs do not tell these apart from a layer's overhead or a product's share: read off the same tables,
+# of decode attention and of all-reduces over NVLink. A ring's start and share are NCCL's on our H100s too, and eight
+# Hopper GPUs, whose switch adds up, do better.
+FIXED = {"kv": 0.85, "allreduce_s": 3e-6, "one_shot": 0.6, "ring_s": 3e-5, "nvlink": 0.75}
+# Where every fit begins, and within which bounds it stays. A release begins as fast as the newest of its runtime.
+OVERHEADS = {"step_s": (5e-4, 5e-5, 2e-3), "layer_s": (3e-5, 5e-6, 1e-4), "request_s": (4e-6, 1e-7, 5e-5)}
+OTHERS = {"elementwise": (4.0, 2.0, 8.0), "allreduce_share": (0.8, 0.3, 1.0), "front_s": (2e-3, 1e-4, 2e-2)}
+PCIE, RELEASE = (0.5, 0.1, 0.9), (1.0, 0.5, 2.0)
 # The releases that the others are measured by.
 NEWEST = {"tensorrt_llm": "0.17", "trtllm_pytorch": "1.2"}
+# Errors of this size begin to count less than by their square: a published outlier counts, and does not rule.
+ROBUST = 0.03
 HEADER = """\
 # How much of a data sheet's figures an engine reaches. Written by `python -m tests.benchmarks.planner --fit` from
 # single operations and published runs; what each means is in pipeline/planner/efficiency.py.
@@ -42,114 +47,107 @@ HEADER = """\
 Key = tuple[str, ...]
 
 
-def slow(figure: MeasuredRun, how: Efficiency) -> tuple[float, float] | None:
-    """(TTFT, TPOT) in ms of a run with few requests at once, without a simulation; None where queues decide.
+class Timed:
+    """Runs with few requests at once: their (TTFT, TPOT) in seconds without a simulation; nan where queues decide.
 
     In a second `rate` steps compute a prompt beside those that decode; a request that comes waits for half a step,
     and for the prompts before it as in a queue with one server and equal service times (M/D/1).
     """
-    if figure.tpot_ms is None and figure.ttft_ms is not None:
-        prompt = Step(figure.input_tokens, 0, 0, figure.input_tokens**2 / 2, 1)
-        return float(option(figure).cost.under(how).seconds(prompt)) * 1e3, math.nan
-    if figure.tpot_ms is None or not ((figure.concurrency or 99) <= 25 or (figure.requests_per_s or 99) <= 8):
-        return None
-    spell = figure.tpot_ms / 1e3 * figure.output_tokens
-    rate = figure.requests_per_s or (figure.concurrency or 1) / (spell + (figure.ttft_ms or 0) / 1e3)
-    beside = figure.concurrency - 1 if figure.concurrency else rate * spell
-    cost, middle = option(figure).cost.under(how), figure.input_tokens + figure.output_tokens / 2
-    busy = max(1.0, beside + (figure.concurrency is not None))
-    alone = float(cost.seconds(Step(0, busy, busy * middle, 0, busy)))
-    work = figure.input_tokens**2 / 2
-    mixed = float(cost.seconds(Step(figure.input_tokens, beside, beside * middle, work, beside + 1)))
-    each = 1 / (rate + max(1 - rate * mixed, 0.02) / alone)
-    load = min(0.9, rate * mixed) if beside else 0.0
-    waits = (alone if beside else 0.0) / 2 + load * mixed / (2 * (1 - load))
-    return (mixed + waits + how.front_s) * 1e3, (alone if figure.concurrency == 1 else each) * 1e3
+
+    def __init__(self, figures: Sequence[MeasuredRun]) -> None:
+        self.figures = [one for one in figures if one.tpot_ms is None or _light(one)]
+        self._costs = [option(one).cost for one in self.figures]
+
+        def column(value: Callable[[MeasuredRun], float | None]) -> Any:
+            return np.array([math.nan if (of := value(one)) is None else of for one in self.figures], dtype=float)
+
+        self.measured = np.array([column(lambda one: one.ttft_ms), column(lambda one: one.tpot_ms)]) / 1e3
+        ttft, tpot = self.measured
+        self._prompt, answer = column(lambda one: one.input_tokens), column(lambda one: one.output_tokens)
+        clients, rate = column(lambda one: one.concurrency), column(lambda one: one.requests_per_s)
+        self._static, closed = np.isnan(tpot), ~np.isnan(clients)
+        spell = np.where(self._static, 0.0, tpot * answer)
+        self._rate = np.where(self._static, 0.0, np.where(closed, clients / (spell + ttft), rate))
+        self._beside = np.where(closed, clients - 1, np.nan_to_num(self._rate * spell))
+        self._busy, self._middle = np.maximum(1.0, self._beside + closed), self._prompt + answer / 2
+
+    def predicted(self, how: Efficiency) -> Any:
+        under = {key: how.of(*key) for key in {(one.runtime, one.release) for one in self.figures}}
+        each = [under[one.runtime, one.release] for one in self.figures]
+        cost = spread([one.under(of) for one, of in zip(self._costs, each, strict=True)])
+        front = np.where(self._static, 0.0, [one.front_s for one in each])
+        busy, beside, rate = self._busy, self._beside, self._rate
+        alone = cost.seconds(Step(0, busy, busy * self._middle, 0, busy))
+        work = self._prompt**2 / 2
+        mixed = cost.seconds(Step(self._prompt, beside, beside * self._middle, work, beside + 1))
+        load = np.where(beside > 0, np.minimum(0.9, rate * mixed), 0.0)
+        waits = np.where(beside > 0, alone / 2 + load * mixed / (2 * (1 - load)), 0.0)
+        token = np.where(beside > 0, 1 / (rate + np.maximum(1 - rate * mixed, 0.02) / alone), alone)
+        return np.array([mixed + waits + front, np.where(self._static, np.nan, token)])
 
 
-def loss(how: Efficiency, known: Batch, few: Sequence[MeasuredRun]) -> float:
-    true = np.array([one.output_tokens_per_s for one in known.figures])
-    # A published outlier counts, and does not rule.
-    total = np.minimum(np.abs(np.log(known.predicted(how) / true)), 0.4).tolist()
-    under = {key: how.of(*key) for key in {(one.runtime, one.release) for one in few}}
-    for figure in few:
-        found = slow(figure, under[figure.runtime, figure.release])
-        for value, measured in zip(found or (), (figure.ttft_ms, figure.tpot_ms), strict=False):
-            if measured is not None and not math.isnan(value):
-                total.append(min(abs(math.log(value / measured)), 0.4))
-    return float(np.mean(total))
+def _light(figure: MeasuredRun) -> bool:
+    return (figure.concurrency or 99) <= 25 or (figure.requests_per_s or 99) <= 8
 
 
-def fit(how: Efficiency, known: Batch, few: Sequence[MeasuredRun], rounds: int) -> Efficiency:
-    keys: list[Key] = [("products", one) for one in PRODUCTS]
-    keys += [("pcie", str(one)) for one in how.pcie] + [
-        ("elementwise",),
-        ("kv",),
-        ("front_s",),
-    ]
-    keys += [(name,) for name in OVERHEADS]
-    keys += [("runtimes", "trtllm_pytorch", name) for name in OVERHEADS]
-    keys += [
-        ("releases", runtime, one) for runtime, rows in how.releases.items() for one in rows if one != NEWEST[runtime]
-    ]
-    how = replace(how, **MEASURED)  # type: ignore[arg-type]
-    step = dict.fromkeys(keys, 0.15)
-    best = loss(how, known, few)
-    for number in range(rounds):
-        before = best
-        for key in keys:
-            for sign in (1, -1):
-                tried = _moved(how, key, math.exp(sign * step[key]))
-                value = loss(tried, known, few)
-                if value < best:
-                    best, how = value, tried
-                    step[key] *= 1.3
-                    break
-            else:
-                step[key] *= 0.4
-        print(f"round {number}: {best:.4f}", flush=True)
-        if before - best < 2e-4:
-            break
-    return how
+def fit(how: Efficiency, known: Batch, few: Sequence[MeasuredRun]) -> Efficiency:
+    """Least squares of the logarithms of predicted over measured. It begins at the same values whatever the runs are,
+    so that a fit to some of them knows nothing of the others; of `how` it keeps what is not fitted."""
+    keys, ranges = zip(*_fitted(how).items(), strict=True)
+    low, high = (np.log([one[side] for one in ranges]) for side in (1, 2))
+    how = replace(how, **FIXED)  # type: ignore[arg-type]
+    measured: list[Any] = [one.output_tokens_per_s for one in known.figures]
+    true, timed = np.log(measured), Timed(few)
+
+    def off(values: Any) -> Any:
+        tried = _with(how, keys, np.exp(values).tolist())
+        times = np.log(timed.predicted(tried) / timed.measured)
+        return np.concatenate([np.log(known.predicted(tried)) - true, times[~np.isnan(times)]])
+
+    start = np.log([one[0] for one in ranges])
+    found = least_squares(
+        off, start, bounds=(low, high), x_scale="jac", loss="soft_l1", f_scale=ROBUST, ftol=1e-4, max_nfev=60
+    )
+    print(f"fit of {len(found.fun)} values: {np.mean(np.abs(found.fun)):.4f}, {found.nfev} steps", flush=True)
+    return _with(how, keys, np.exp(found.x).tolist())
 
 
-def _moved(how: Efficiency, key: Key, factor: float) -> Efficiency:
-    def within(name: str, value: float) -> float:
-        low, high = BOUNDS.get(name, (0.0, math.inf))
-        return min(high, max(low, value))
+def _fitted(how: Efficiency) -> dict[Key, tuple[float, float, float]]:
+    """Of each fitted parameter its start and bounds."""
+    return {
+        **{("products", kind): (one, one / FREEDOM, one * FREEDOM) for kind, one in PRODUCTS.items()},
+        **{("pcie", str(number)): PCIE for number in how.pcie},
+        **{(name,): of for name, of in (OTHERS | OVERHEADS).items()},
+        **{("runtimes", "trtllm_pytorch", name): of for name, of in OVERHEADS.items()},
+        **{("releases", runtime, one): RELEASE for runtime, rows in how.releases.items() for one in rows
+           if one != NEWEST[runtime]},
+    }  # fmt: skip
 
-    name = key[0]
-    if name == "products":
-        middle = PRODUCTS[key[1]]
-        value = min(middle * FREEDOM, max(middle / FREEDOM, how.products[key[1]] * factor))
-        return replace(how, products={**how.products, key[1]: value})
-    if name == "pcie":
-        return replace(how, pcie={**how.pcie, int(key[1]): min(0.9, how.pcie[int(key[1])] * factor)})
-    if len(key) == 3:
-        rows: dict[str, dict[str, float]] = getattr(how, name)
-        value = within(key[2], rows[key[1]][key[2]] * factor)
-        changed: Any = {name: {**rows, key[1]: {**rows[key[1]], key[2]: value}}}
-    else:
-        changed = {name: within(name, getattr(how, name) * factor)}
+
+def _with(how: Efficiency, keys: Sequence[Key], values: Sequence[float]) -> Efficiency:
+    changed: dict[str, Any] = {"products": {**how.products}, "pcie": {**how.pcie}}
+    changed |= {name: {key: {**rows} for key, rows in getattr(how, name).items()} for name in ("runtimes", "releases")}
+    for key, value in zip(keys, values, strict=True):
+        if len(key) == 1:
+            changed[key[0]] = value
+        elif len(key) == 2:
+            changed[key[0]][int(key[1]) if key[0] == "pcie" else key[1]] = value
+        else:
+            changed[key[0]][key[1]][key[2]] = value
     return replace(how, **changed)
 
 
 def bounded(how: Efficiency) -> list[tuple[str, float]]:
     """Fitted parameters that are at a bound, by name."""
-    values = {name: (getattr(how, name), *BOUNDS[name]) for name in BOUNDS}
-    values |= {
-        f"{runtime}.{name}": (row[name], *BOUNDS[name])
-        for runtime, row in how.runtimes.items()
-        for name in row
-        if name in BOUNDS and runtime != "vllm"
-    }
-    values |= {
-        f"products.{kind}": (how.products[kind], middle / FREEDOM, middle * FREEDOM)
-        for kind, middle in PRODUCTS.items()
-    }
-    return [
-        (name, value) for name, (value, low, high) in values.items() if value <= low * 1.003 or value >= high * 0.997
-    ]
+    values = asdict(how)
+    out = []
+    for key, (_, low, high) in _fitted(how).items():
+        value: Any = values
+        for name in key:
+            value = value[int(name) if key[0] == "pcie" and name != "pcie" else name]
+        if not low * 1.003 < value < high * 0.997:
+            out.append((".".join(key), value))
+    return out
 
 
 def write_efficiency(how: Efficiency, errors: dict[str, dict[str, float]]) -> None:

@@ -19,12 +19,12 @@ def fold(figure: MeasuredRun) -> int:
     return zlib.crc32(figure.group.encode()) % FOLDS
 
 
-def folds(how: Efficiency, known: Batch, few: Sequence[MeasuredRun], rounds: int) -> list[Efficiency]:
-    """For each fold a fit to the figures of the other folds, from the values that are there."""
+def folds(how: Efficiency, known: Batch, few: Sequence[MeasuredRun]) -> list[Efficiency]:
+    """For each fold a fit to the figures of the other folds, which begins where every fit does."""
     fits = []
     for number in range(FOLDS):
         rest = known.only([fold(one) != number for one in known.figures])
-        fits.append(fit(how, rest, [one for one in few if fold(one) != number], rounds))
+        fits.append(fit(how, rest, [one for one in few if fold(one) != number]))
     return fits
 
 

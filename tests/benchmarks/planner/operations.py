@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.benchmarks.planner.peer import TABLES
+from tests.support.published import MEASURED
 from trtpipe.configs import facts
 from trtpipe.pipeline.planner.cost import all_reduce
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
@@ -18,13 +20,15 @@ def operations(scratch: Path) -> list[str]:
     """Our terms beside AIConfigurator's measured tables of single operations."""
     how = load_efficiency()
     ratios: dict[tuple[str, str], list[float]] = {}
-    for one in json.loads((scratch / "operations.json").read_text()):
+    for one in [*json.loads((scratch / TABLES).read_text()), *_sums()]:
         ratios.setdefault((one["what"], one["gpu"]), []).append(_operation(one, how) / (one["ms"] / 1e3))
     lines = [
         "## Single operations",
         "",
         "The terms of `pipeline/planner/cost.py` over what AIConfigurator's tables measured of TensorRT-LLM's kernels: "
-        "median, and the middle half of all sizes. A kernel's start, which the model has in `layer_s`, is added here.",
+        "median, and the middle half of all sizes. A kernel's start, which the model has in `layer_s`, is added "
+        "here. Sums over 2 and 4 GPUs are the fastest way of each size on our own [H100s](h100-x4.md), NCCL or torch's "
+        "shared memory: small ones take 9 microseconds there, three in TensorRT-LLM, whose the terms are.",
         "",
         "| operation | GPU | sizes | median | quarter to three quarters |",
         "|---|---|---|---|---|",
@@ -40,6 +44,22 @@ def operations(scratch: Path) -> list[str]:
 PRODUCT_STARTS, ATTENTION_STARTS = 5e-6, 12e-6
 
 
+# Sizes from which a sum is bound by the link.
+LARGE = 1 << 22
+
+
+def _sums() -> list[dict[str, Any]]:
+    """All-reduces that we measured ourselves."""
+    measured = json.loads((MEASURED / "h100-x4.json").read_text(encoding="utf-8"))["sums"]["result"]
+    return [
+        {"what": f"sum over {number} GPUs, {'4 MB and more' if int(size) >= LARGE else 'less than 4 MB'}",
+         "gpu": "h100", "tp": int(number), "bytes": int(size),
+         "ms": min(row[size] for row in of["by_bytes"].values() if isinstance(row, dict) and size in row) / 1e3}
+        for number, of in measured.items()
+        for size in of["by_bytes"]["nccl"]
+    ]  # fmt: skip
+
+
 _card = functools.lru_cache(maxsize=None)(facts.find_gpu)
 
 
@@ -50,7 +70,7 @@ def _operation(one: dict[str, Any], how: Efficiency) -> float:
         compute = 2 * one["m"] * one["n"] * one["k"] / (how.flops(gpu, "bf16") * how.product(gpu.sm, "bf16"))
         reading = one["n"] * one["k"] * 2 / (how.bandwidth(gpu) * how.weights)
         return float((compute**how.sharpness + reading**how.sharpness) ** (1 / how.sharpness)) + PRODUCT_STARTS
-    if one["what"] == "NVLink all-reduce":
+    if "bytes" in one:
         return all_reduce(gpu, one["tp"], how).seconds(one["bytes"])
     values = one["batch"] * one["length"] * 2 * one["own"] * 128
     if one["what"] == "decode attention":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
+from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.planner.fit import MEASURED, bounded
+from tests.benchmarks.planner.fit import FIXED, bounded
 from tests.benchmarks.planner.judge import FOLDS, Judged
 from tests.benchmarks.planner.peer import expressed
-from tests.support.published import vllm, waves
+from tests.support.published import MEASURED, vllm, waves
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.measured_runs import QUANTITIES, MeasuredRun, PredictedRun, errors
 
@@ -30,8 +32,8 @@ def report(
         "whose sources are in tests/data/published/SOURCES.md.",
         "",
         "*Fit*: with the shipped efficiencies, which were fitted to these runs. *Held out*: each run as predicted by a "
-        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds; each begins at the values of the "
-        "fit to all). Errors are mean absolute errors "
+        f"fit that saw none of the same GPU, model and number of GPUs ({FOLDS} folds; every fit begins at the same "
+        "values, which are of single operations or guesses, and never at another fit). Errors are mean absolute errors "
         "of predicted over measured; bias is the mean error. Queues (runs with a measured TTFT above one second) count "
         "in tokens/s and TPOT. Runs of NIM (0.17, with clients) are predicted with clients in step and 1,024 tokens a "
         "step, which NIM does not tell: of 512, 1,024, 1,536, 2,048 and 8,192 the times to the first token of either "
@@ -63,7 +65,8 @@ def report(
             f"| {run.gpu} | {run.dtype} | {run.concurrency} | {tokens} | "
             f"{_beside_predicted(run.ttft_ms, float(np.median(found.ttft)))} |"
         )
-    lines += ["", "Runs at a rate or of a number of clients, held out: predicted / measured.", ""]
+    lines += ["", *_before()]
+    lines += ["Runs at a rate or of a number of clients, held out: predicted / measured.", ""]
     lines += ["| GPU | model | tp | in / out | load | tokens/s | TTFT ms | TPOT ms |", "|" + "---|" * 8]
     for one, predicted in held:
         if one.ttft_ms is not None:
@@ -85,6 +88,36 @@ def report(
         if one.output_tokens_per_s is not None and predicted.output_tokens_per_s is not None
     ]
     return "\n".join(lines) + "\n", _svg(points)
+
+
+def _before() -> list[str]:
+    """What was predicted before runs of ours, as the measurements keep it, beside what was measured."""
+    lines = [
+        "Predicted before the run, by the fit of that day, of vLLM in its own process, 128 in and out, all requests "
+        "starting together; measured on our [H200](h200.md), [H100](h100.md) and [four H100s](h100-x4.md).",
+        "",
+        "| machine | engine | at once | tokens/s: measured | predicted | error | TTFT ms: measured | predicted "
+        "| error |",
+        "|" + "---|" * 9,
+    ]
+    for machine in ("h200", "h100", "h100-x4"):
+        whole = json.loads((MEASURED / f"{machine}.json").read_text(encoding="utf-8"))
+        for name, said, found in _predicted(whole, ()):
+            for clients, speed in found.items():
+                if clients in said:
+                    tokens = _beside_predicted(speed["waves"], said[clients]["tokens_per_s"])
+                    first = _beside_predicted(speed.get("ttft_p50_ms"), said[clients]["ttft_p50_ms"])
+                    lines.append(f"| {machine} | {name} | {clients} | {tokens} | {first} |")
+    return [*lines, ""]
+
+
+def _predicted(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(engine, predictions, measurements by requests at once) of each engine in a file of measurements."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("predicted"), dict) and isinstance(tree.get("in_process"), dict):
+            yield " ".join(path[2:]), tree["predicted"], tree["in_process"]
+        for name, part in tree.items():
+            yield from _predicted(part, (*path, name))
 
 
 def _whole(held: Judged) -> list[str]:
@@ -113,7 +146,7 @@ def _whole(held: Judged) -> list[str]:
 def _parameters() -> list[str]:
     """Parameters that are not fitted, and those that the fit left at a bound of what was measured."""
     how = load_efficiency()
-    fixed = ", ".join(f"`{name}` {value:g}" for name, value in MEASURED.items())
+    fixed = ", ".join(f"`{name}` {value:g}" for name, value in FIXED.items())
     at = ", ".join(f"`{name}` {value:g}" for name, value in bounded(how))
     return [
         "Not fitted, since runs do not tell them apart from a layer's overhead, but read off single operations: "

@@ -15,19 +15,20 @@ from trtpipe.pipeline.planner.measured_runs import MeasuredRun, option
 
 SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "a100": "a100_sxm", "l40s": "l40s", "b200": "b200_sxm"}
 SEED = 0
+TABLES = "tables.json"
 
 
 def peers(
     figures: Sequence[MeasuredRun], python: Path, scratch: Path, minutes: float
 ) -> dict[MeasuredRun, dict[str, float]]:
     """Its predictions, as many as it makes in `minutes` besides those that `scratch` has from earlier; `python` is that
-    of an environment where it is installed. SCRATCH/operations.json gets its tables of single operations."""
+    of an environment where it is installed. SCRATCH/TABLES gets its tables of single operations."""
     scratch.mkdir(parents=True, exist_ok=True)
     rows = {one: _row(one, scratch) for one in in_turn([one for one in figures if expressed(one)])}
     given, out = scratch / "rows.json", scratch / "predicted.jsonl"
     given.write_text(json.dumps(list(rows.values())))
     worker = Path(__file__).with_name("peer_worker.py")
-    subprocess.run([python, worker, given, out, scratch / "operations.json", str(minutes)], check=True)
+    subprocess.run([python, worker, given, out, scratch / TABLES, str(minutes)], check=True)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     found = {json.dumps(line["row"]): line["predicted"] for line in lines}
     made = {one: found.get(json.dumps(row), {}) for one, row in rows.items()}
@@ -47,8 +48,9 @@ def in_turn(figures: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return [one for turn in itertools.zip_longest(*groups.values()) for one in turn if one is not None]
 
 
-def _row(figure: MeasuredRun, scratch: Path) -> dict[str, Any]:
-    shape, made, folder = facts.find_shape(figure.model)[1], option(figure), scratch / figure.model
+def write_config(name: str, scratch: Path) -> None:
+    """SCRATCH/NAME/config.json, from which AIConfigurator takes a model's shapes."""
+    shape, folder = facts.find_shape(name)[1], scratch / name
     folder.mkdir(exist_ok=True)
     experts = shape.experts
     config = {
@@ -61,6 +63,11 @@ def _row(figure: MeasuredRun, scratch: Path) -> dict[str, Any]:
     if experts is not None:
         config |= {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _row(figure: MeasuredRun, scratch: Path) -> dict[str, Any]:
+    made, experts = option(figure), facts.find_shape(figure.model)[1].experts
+    write_config(figure.model, scratch)
     held = made.memory.batch(figure.input_tokens + figure.output_tokens)
     batch_size = figure.concurrency or min(made.limits.max_batch_size, held)
     return {

@@ -226,7 +226,7 @@ def _optimisations() -> list[str]:
     batch = min(option.limits.max_batch_size, 64)
     work = LONG[0] ** 2 / 2
     parts = option.cost.parts(Step(context=LONG[0], decoding=0, cached=0, work=work, logits=1))
-    attention = float(parts.attention / parts.total)
+    attention = float(parts.attention / sum(parts))
     slower = _held(option, 512)[1] / _held(option, LONG[0])[1]
     return [
         "## The review's optimisations", "",

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import Cli
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
 def test_the_example_of_the_page_runs_as_printed(cli: Cli, target: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FREE = "trtpipe serve --http-port 0 --grpc-port 0 --metrics-port 0 --openai-port 0"
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_do_what_it_says(cli: Cli, target: str, tmp_path: Path) -> None:

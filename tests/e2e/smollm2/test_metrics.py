@@ -210,7 +210,7 @@ def test_every_panel_and_alert_has_data_while_a_server_and_its_gateway_work(
     folder = tmp_path / "monitoring"
     jobs = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
     assert jobs[0]["static_configs"][0]["targets"] == [urlsplit(served.metrics).netloc]
-    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 48, "ignore_eos": True}
+    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 24, "ignore_eos": True}
 
     def ask(number: int) -> int:
         return client.post(f"{gateway}/v1/completions", json=body).status_code

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,21 @@ def test_a_type_checker_sees_what_a_program_sees() -> None:
     assert typed == loaded
     assert sorted(loaded) == trtpipe.__all__
     assert (ROOT / "trtpipe" / "py.typed").exists()
+
+
+def test_the_page_s_example_names_what_is_there() -> None:
+    """A slow test runs it."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    options = {"build": trtpipe.BuildOptions.__annotations__, "bench": trtpipe.BenchArguments.__annotations__}
+    called = []
+    for node in ast.walk(ast.parse(example)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if ast.unparse(node.func.value) == "trtpipe":
+                called.append(name)
+                known = {*inspect.signature(getattr(trtpipe, name)).parameters, *options.get(name, ())}
+                assert {word.arg for word in node.keywords} <= known, name
+    assert sorted(called) == ["bench", "build", "check", "plan", "serve"]
 
 
 def test_settings_say_where_each_is_from() -> None:

@@ -329,3 +329,21 @@ def test_several_gpus_beside_one_and_what_sums_leave() -> None:
     # 4 ms a token, of which 64 sums of 10 us are 0.64: 3.36 beside 5 ms.
     assert "take 0.64. If sums took no time, two GPUs would be 1.49 times as fast as one." in text
     assert "llama3-70b: vLLM fp8, tp 2" in text
+
+
+def test_models_larger_than_one_gpu_of_which_one_was_not_measured() -> None:
+    fast = {"1": {"waves": 150.0, "ttft_p50_ms": 20.0}, "64": {"waves": 3000.0, "ttft_p50_ms": 220.0}}
+    slow = {level: {**one, "waves": one["waves"] / 6, "model_share": 0.99} for level, one in fast.items()}
+    said = {"64": {"tokens_per_s": 4000.0, "ttft_p50_ms": 400.0}}
+    steps = {"steps": 256, "equal": 256, "largest": 0.0}
+    engines = {
+        "vLLM fp8, tp 1": {"in_process": fast, "predicted": {"64": {"tokens_per_s": 3300.0, "ttft_p50_ms": 187.0}}},
+        "reference fp8, tp 2": {"in_process": slow, "again": steps, "one_process": steps},
+    }
+    text = page.render({"pairs": section({"mixtral-8x7b": engines}), "large_served": section({"predicted": said})})
+    assert "| vLLM fp8, tp 4 | 64 | 4,000 | 400 |" in text
+    assert "llama3-70b: vLLM fp8, tp 4, alone and behind the fronts" in text
+    assert "shapes behind our fronts" not in text
+    assert "| vLLM fp8, tp 1 | 64 | 3,300 | 3,000 | +10.0% | 187 / 220 |" in text
+    assert "is 6.0 times as fast as the reference runtime on two, and with 64\n6.0 times." in text
+    assert "no expert parallelism" not in text

@@ -23,7 +23,7 @@ def test_an_fp8_folder_is_what_its_config_says(tmp_path: Path, model: str) -> No
     stored = read_stored(tmp_path / "folder")
     assert stored is not None
     located = locate_tensors(tmp_path / "folder")
-    stored.check(tmp_path / "folder", read_model_config(tmp_path / "folder", quantized=True), located)
+    stored.check("folder", read_model_config(tmp_path / "folder", quantized=True), located)
     engine = shaped.vllm_engine(tmp_path / "folder", tmp_path / "engine", "h100", 4, 4 if "mixtral" in model else 1)
     settings = (engine / "engine_args.yaml").read_text()
     assert "tensor-parallel-size: 4" in settings

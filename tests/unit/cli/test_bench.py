@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.factories import write_passport
 from tests.unit.cli.conftest import Run, remember
-from trtpipe.engines.errors import HostError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import tritonserver
@@ -20,6 +20,9 @@ def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -
     (tmp_path / "file").touch()
     for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
         with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is not a folder"):
+            api.check_place(report)
+    for report in (tmp_path, Path()):
+        with pytest.raises(UsageError, match=rf"^{report} is a folder; give the name of a file$"):
             api.check_place(report)
     api.check_place(tmp_path / "new" / "deep" / "report.json")
     # A run that fails before it has figures leaves no folders behind.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,25 @@ def hangup() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+IMPORTING = """
+import sys
+from trtpipe import launch
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "trtpipe.pipeline.cli.app":
+            raise KeyboardInterrupt
+
+launch.isolate = lambda: sys.meta_path.insert(0, Interrupt())
+launch.main()
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_is_told_in_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  no processes before a task asks
     site = Site(tmp_path_factory.mktemp("machines"))
     site.add("first", "H100", H100)
     site.add("other", "A100", A100)
@@ -109,6 +110,14 @@ def built(machines: Site, tmp_path: Path) -> Built:
     return build
 
 
+def test_a_target_is_built_where_its_card_is(built: Built, in_folder: Path) -> None:
+    ((outcome,), told) = built(plan(hf_folder(in_folder / "tiny", seed=8), gpu="a100", dtype="bf16"))
+    assert outcome.error is None
+    assert [stage for _, stage, kind, _ in told if kind == "begins"] == ["tokenizer", "convert", "build", "package"]
+    assert read_passport(Path("runs") / outcome.spec.target / "engine").made["gpu"] == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.slow
 def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
@@ -125,6 +134,7 @@ def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_f
     assert told == []
 
 
+@pytest.mark.slow
 def test_build_runs_on_a_cluster_without_the_users_own_modules(machines: Site, in_folder: Path, tmp_path: Path) -> None:
     hf_folder(in_folder / "tiny", seed=2)
     for name in ("pipeline", "engines"):  # Ray would have its workers look for modules here
@@ -165,6 +175,7 @@ def test_two_targets_of_one_name(built: Built, in_folder: Path) -> None:
         built(*[plan(model, gpu="h100", dtype="bf16")] * 2)
 
 
+@pytest.mark.slow
 def test_a_card_that_no_machine_has(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     (outcome,), _ = built(plan(model, gpu="l40s", dtype="bf16"))
@@ -242,6 +253,7 @@ def test_the_only_machine_that_could_is_lost(
     )
 
 
+@pytest.mark.slow
 def test_a_build_that_is_cancelled_leaves_nothing(machines: Site, in_folder: Path, tmp_path: Path) -> None:
     hold, running = machines.folder / "hold", machines.folder / "first" / "running"
     running.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import pytest
 
 from trtpipe.engines import process
 from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.process import Lines, describe_status, end_group, run, run_worker, tail
 
 pytestmark = pytest.mark.process
@@ -197,6 +198,13 @@ def test_a_child_that_has_ended_already(log: Path) -> None:
     child.wait()
     end_group(child)
     assert child.returncode == 4
+
+
+def test_a_worker_without_torch_names_the_command_that_installs_it(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(HostError) as caught:
+        run_worker("trtpipe.engines.nothing", {}, log, what="running the model")
+    assert str(caught.value) == f"running the model needs torch; run `{install_command('quantize')}`"
 
 
 def test_a_worker_gets_its_job_as_json(log: Path) -> None:

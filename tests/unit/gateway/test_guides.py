@@ -157,9 +157,15 @@ def test_a_form_that_the_engine_refuses_names_the_field_and_a_runtime_without_fo
     [
         ({"type": "fruit"}, "s.type", "should be of object"),
         ({"type": []}, "s.type", "should be of object"),
-        ({"$ref": "http://x/y"}, "s.$ref", "names nothing"),
-        ({"$ref": "#/$defs/x"}, "s.$ref", "names nothing"),
+        ({"$ref": "http://x/y"}, "s.$ref", "names no schema"),
+        ({"$ref": "#/$defs/x"}, "s.$ref", "names no schema"),
+        ({"$ref": "#/x", "x": {"not": {}}}, "s.$ref", "names no schema"),
+        ({"$ref": "#/$defs", "$defs": {"not": {}}}, "s.$ref", "names no schema"),
         ({"$ref": "#"}, "s.$ref", "refers to itself"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "s.properties.a.$ref", "without end"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"minItems": 1, "items": {"anyOf": [
+            {"$ref": "#/$defs/b"}, {"minProperties": 1, "additionalProperties": {"$ref": "#/$defs/b"}}]}}}},
+         "s.$defs.b.items.anyOf.0.$ref", "without end"),
         ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
          "s.$defs.a.anyOf.0", "refers to itself"),
         ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "minimum": 3}, "s.minimum", "beside '$ref'"),
@@ -184,6 +190,21 @@ def test_schemas_that_guided_decoding_cannot_enforce(schema: Any, place: str, te
         checked(schema, "s")
     assert telling in refused.value.message
     assert (refused.value.param or "").startswith(place)
+
+
+def test_schemas_that_refer_to_themselves_and_have_values_that_end() -> None:
+    chain = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    either = {
+        "$defs": {
+            "a": {"type": ["object", "string"], "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+            "b": {"minItems": 2, "items": {"$ref": "#/$defs/a"}},
+        },
+        "$ref": "#/$defs/b",
+    }
+    optional = {"properties": {"next": {"$ref": "#"}, "value": {"type": "integer"}}, "required": ["value"]}
+    for schema in (chain, tree, either, optional):
+        assert checked(schema, "s")
 
 
 def test_a_schema_that_is_a_bomb_ends_by_itself() -> None:

@@ -19,7 +19,7 @@ BF16 = DataType.BFLOAT16
 IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
     sharpness=30.0, elementwise=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0, ring_s=0.0, nvlink=1.0,
-    pcie={2: 0.6, 4: 0.5, 8: 0.4}, allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
+    allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
     probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
     releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
     errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
@@ -47,7 +47,6 @@ def test_one_token_reads_the_weights_and_the_cache() -> None:
     assert parts.cache == pytest.approx(1000 * 131_072 / 1e12)
     assert parts.head == pytest.approx(HEAD * 2 / 1e12)
     assert parts.attention == parts.elementwise == parts.allreduce == parts.overhead == 0
-    assert parts.total == pytest.approx(sum(parts))
 
 
 def test_a_prompt_is_computed() -> None:
@@ -85,12 +84,13 @@ def test_a_bridge_counts_where_it_was_measured() -> None:
 @pytest.mark.parametrize(
     ("gpu", "tp", "size", "microseconds"),
     [
-        ("h100", 2, 2**16, 3.3), ("h100", 4, 2**18, 7.9), ("h100", 8, 2**17, 10.2), ("h200", 4, 2**23, 99.8),
-        ("h100", 8, 2**27, 1090),
+        ("h100", 2, 2**17, 3.3), ("h100", 4, 2**19, 7.9), ("h100", 8, 2**18, 10.2), ("h200", 4, 2**24, 99.8),
+        ("h100", 2, 2**28, 889), ("h100", 4, 2**28, 1190),
     ],
 )  # fmt: skip
 def test_all_reduces_over_nvlink_as_measured(gpu: str, tp: int, size: int, microseconds: float) -> None:
-    """TensorRT-LLM's all-reduce in AIConfigurator 0.12's tables: one shot where it is small, else a ring."""
+    """TensorRT-LLM's all-reduce in AIConfigurator 0.12's tables, whose sizes are numbers of 16-bit values: one shot
+    where it is small, else a ring. The last two are NCCL's on our own H100s."""
     found = all_reduce(find_gpu(gpu), tp, load_efficiency()).seconds(size)
     assert 1e6 * found == pytest.approx(microseconds, rel=0.2)
 
@@ -133,7 +133,15 @@ def test_what_is_not_known_is_not_guessed() -> None:
 
 def test_the_shipped_efficiencies_are_shares() -> None:
     how = load_efficiency()
-    shares = [*how.products.values(), *how.attention.values(), how.weights, how.kv, how.nvlink, how.one_shot]
+    shares = [
+        *how.products.values(),
+        *how.attention.values(),
+        how.weights,
+        how.kv,
+        how.nvlink,
+        how.one_shot,
+        how.allreduce_share,
+    ]
     shares += how.pcie.values()
     shares += how.probed.values()
     assert all(0.2 <= share < 1 for share in shares)

@@ -99,3 +99,5 @@ def test_a_gateway_that_is_gone_is_told() -> None:
     talk = Conversation("http://127.0.0.1:1", "llama", key=None, system=None, options={})
     with pytest.raises(HostError, match="trtpipe ps"):
         list(talk.ask("Hello"))
+    with pytest.raises(UnicodeEncodeError):  # which the command tells as an input that is not text
+        list(talk.ask("\udcff"))

@@ -205,6 +205,27 @@ def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, works
     )
 
 
+def test_a_folder_from_which_no_stub_starts_is_refused() -> None:
+    triton_package.check_folder(Path("/home/~me/.cache/trtpipe/servers/llama3-8b.h100.fp8+other"))
+    with pytest.raises(HostError, match="a path that has '\u00fc' in it"):
+        triton_package.check_folder(Path("/home/m\u00fcller/.cache/trtpipe/servers/llama3-8b.h100.fp8"))
+    with pytest.raises(HostError) as caught:
+        triton_package.check_folder(Path("/home/Jane Doe/servers/x"))
+    assert str(caught.value) == (
+        "Triton cannot serve from /home/Jane Doe/servers/x: its Python backend does not start from a path that has ' ' "
+        "in it; set TRTPIPE_HOME to a folder of letters and digits; a repository's own name must be so too"
+    )
+
+
+def test_an_editable_install_in_a_folder_that_is_not_ascii_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "_editable_impl_trtpipe.pth"
+    file.write_text("/home/me/Gr\u00f6\u00dfe mit Leer/trtpipe", encoding="utf-8")
+    with pytest.raises(HostError, match=rf"^{file} holds a path that is not ASCII: Triton's Python backend cannot "):
+        triton_package.check_start_files(tmp_path)
+    file.write_text("/home/me/a b/trtpipe", encoding="utf-8")
+    triton_package.check_start_files(tmp_path)
+
+
 def test_a_python_without_its_shared_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"Py_ENABLE_SHARED": 0, "LIBDIR": str(tmp_path)}
     monkeypatch.setattr(sysconfig, "get_config_var", settings.get)

@@ -353,6 +353,23 @@ def test_pip_that_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(out.parent) == ["files"]
 
 
+def test_an_index_that_cannot_be_reached_is_told_in_a_line(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip._vendor."
+        "HTTPSConnection object at 0x7f76103662d0>: Failed to establish a new connection: [Errno -3] Temporary failure "
+        "in name resolution')': /simple/tiny/ | ERROR: No matching distribution found for tiny==1.0"
+    )
+
+    def fail(command: list[str], log: Path, *, what: str, env: dict[str, str]) -> None:
+        raise StageFailed(f"{what} failed", why=told, remedy="the log is x")
+
+    monkeypatch.setattr(download, "run", fail)
+    assert refusal(pypi(), out, HostError, 4) == (
+        "PyPI did not deliver tiny==1.0: [Errno -3] Temporary failure in name resolution; check the connection, and "
+        "the index and proxy of `pip config list`; the log is x"
+    )
+
+
 def test_the_bytes_of_a_package_are_told_while_pip_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "LOOK_SECONDS", 0.005)
     log, part = tmp_path / "log", tmp_path / "scratch" / "pip-unpack" / "tiny.whl"
@@ -473,6 +490,17 @@ def test_the_disk_for_what_is_to_come_is_looked_at_first(
     assert error.value.exit_code == 4
     assert "`trtpipe gc`" in error.value.remedy
     assert server.fetched() == (["config.json"] if kind == "hub" else [])
+
+
+def test_the_disk_for_a_package_is_looked_at_first(
+    in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
+    with pytest.raises(
+        DiskFull, match=r"^the build of smollm2-135m needs about 0\.7 GB of disk and .* has 0\.1 GB free"
+    ):
+        built("smollm2-135m", tmp_path, until="convert")
 
 
 @pytest.mark.loopback

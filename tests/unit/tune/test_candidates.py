@@ -20,17 +20,25 @@ def changed(runtime: str, gpu: str) -> set[str]:
     found = single_changes(runtime, spec.build, spec.serving, on_cpu=spec.gpu.is_cpu)
     assert len(set(found)) == len(found)
     now = {value.name: value.value for value in spec.values}
-    assert all(now[name] != value for one in found for name, value in one.changes)
+    assert all(now.get(name) != value for one in found for name, value in one.changes)
     return {name.partition(".")[2] for one in found for name in one.settings}
 
 
 def test_each_runtime_is_searched_in_the_settings_that_it_follows() -> None:
     sizes, stubs = {"max_batch_size", "max_num_tokens"}, {"engine_instance_count", "preprocessing_instance_count"}
     policy, memory = {"batch_scheduler_policy", "enable_chunked_context"}, {"kv_cache_free_gpu_mem_fraction"}
+    drafts = {"speculative_decoding_mode", "max_draft_len"}
     assert changed("tensorrt_llm", "h100") == sizes | policy | memory | {"preprocessing_instance_count"}
-    assert changed("vllm", "h100") == sizes | stubs | memory
-    assert changed("vllm", "cpu") == sizes | stubs
-    assert changed("reference", "cpu") == sizes | stubs | policy
+    assert changed("vllm", "h100") == sizes | stubs | memory | drafts
+    assert changed("vllm", "cpu") == sizes | stubs | drafts
+    assert changed("reference", "cpu") == sizes | stubs | policy | drafts
+
+
+def test_a_target_that_drafts_is_tried_without() -> None:
+    drafting = {"build.speculative_decoding_mode": "ngram", "build.max_draft_len": 3}
+    spec = trtpipe.settings(model="llama3-8b", gpu="cpu", dtype="bf16", runtime="vllm", set=drafting)
+    found = single_changes("vllm", spec.build, spec.serving, on_cpu=True)
+    assert Candidate.of({"build.speculative_decoding_mode": None, "build.max_draft_len": 0}) in found
 
 
 def rate(**changes: Any) -> float | None:

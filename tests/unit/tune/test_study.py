@@ -25,6 +25,7 @@ def report(found: Found, *rates: float) -> Any:
         metrics = {
             "request_goodput": {"value": 3.5}, "output_token_throughput": {"value": 16 * rate},
             "time_to_first_token": {"p99": 90.0}, "time_per_output_token": {"p50": 11.0},
+            "request_latency": {"p50": 420.0},
         }  # fmt: skip
         return SimpleNamespace(load={"kind": "open", "rate": rate}, metrics=metrics, interrupted=False)
 
@@ -42,6 +43,7 @@ def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None
         Point(rate=rate, tokens_per_s=16 * rate, ttft_p99=90.0, tpot_p50=11.0, met=met)
         for rate, met in ((4.0, True), (8.0, False))
     )
+    assert run.request_s == pytest.approx(0.42)
     assert (run.rate, run.tokens_per_s, run.said()) == (3.5, 64.0, "3.5 requests/s (4 to 8)")
     assert Run.from_json(run.to_json()) == run
 

@@ -161,9 +161,9 @@ def test_a_load_is_called_as_its_file_where_it_has_no_name(tmp_path: Path) -> No
 
 
 def test_an_unknown_load_gets_the_nearest_spelling(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^unknown load 'chatt': it is not a YAML file either; did you mean 'chat'"):
+    with pytest.raises(UsageError, match=r"^unknown load 'chatt': there is no such file either; did you mean 'chat'"):
         find_load("chatt")
-    with pytest.raises(UsageError, match=r"^there is no load file .*none\.yaml; known: batch, "):
+    with pytest.raises(UsageError, match=r"^unknown load '.*none\.yaml': there is no such file either; known: batch, "):
         find_load(str(tmp_path / "none.yaml"))
 
 

@@ -225,13 +225,13 @@ def excused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.clock
 @pytest.mark.usefixtures("excused")
-def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("goal", ["max-goodput", pytest.param("max-rate", marks=pytest.mark.slow)])
+def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path, goal: str) -> None:
     """It begins 100 requests a second; above that they wait ever longer for one another. A machine that does something
     else for a moment makes it less: then it is looked once more."""
     server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
     try:
-        for goal in ("max-rate", "max-goodput"):
-            search_finds(goal, server, tokenizer)
+        search_finds(goal, server, tokenizer)
     finally:
         server.stop()
 

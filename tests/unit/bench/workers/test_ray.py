@@ -81,6 +81,7 @@ def test_two_machines_ask_what_one_would(
     assert report.results[1].window_s is not None
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
 def test_errors_there_are_those_here(known: MockServerProcess, cluster: str, tokenizer: Path, tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def test_an_address_of_each_machine_s_own_is_refused(known: MockServerProcess, c
         run(options(known, tokenizer, Closed(concurrency=2), ray=cluster), None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
 def test_ctrl_c_ends_all_of_them(known: MockServerProcess, cluster: str, tokenizer: Path) -> None:

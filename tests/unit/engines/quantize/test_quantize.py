@@ -141,6 +141,7 @@ def anonymous() -> int:
     return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1000
 
 
+@pytest.mark.slow
 def test_memory_follows_one_layer_and_not_the_model(llama: Path, tmp_path: Path) -> None:
     ours(llama, tmp_path / "warm", "fp8", "trtllm")
     config = json.loads((llama / "config.json").read_text())

@@ -35,11 +35,6 @@ pytestmark = [
 ]
 
 
-def slow(value: object) -> Any:
-    """A compilation takes seconds."""
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # Asked here, not when tests are collected: the answer takes seconds to import.
@@ -70,12 +65,12 @@ def calls(rows: int) -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_algo", "normed", "numbers"),
     [
-        (KvCacheQuantAlgo.FP8, True, (2, 5)),
-        pytest.param(KvCacheQuantAlgo.FP8, True, (1,), marks=pytest.mark.slow),
-        *[pytest.param(one, False, (1, 2, 5), marks=pytest.mark.slow) for one in CACHES],
+        (KvCacheQuantAlgo.FP8, True, (1, 2, 5)),
+        *[(one, False, (1, 2, 5)) for one in CACHES],
     ],
 )
 def test_keys_and_values_are_rotated_and_kept_where_they_belong(
@@ -125,7 +120,8 @@ def bits(result: Any) -> list[list[int]]:
 
 
 # One row is compiled apart, any other number together.
-@pytest.mark.parametrize("rows", [slow(1), slow(2), slow(5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_compiled_they_compute_the_same(rows: int, cache: Path) -> None:
     for function, arguments in calls(rows):
         plain = function(*arguments)

@@ -156,7 +156,12 @@ def test_from_three_rows_on_16_bits_are_multiplied_in_float32(
     monkeypatch.setattr(matmul, "_CONVERTED", 3 * 40)
     converted: list[int] = []
     product = matmul._converted_product
-    monkeypatch.setattr(matmul, "_converted_product", lambda x, w: (converted.append(len(x)), product(x, w))[1])
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        converted.append(len(x))
+        return product(x, weight)
+
+    monkeypatch.setattr(matmul, "_converted_product", counted)
     weight = torch.randn(10, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
     out = Plain(weight)(x[:rows])

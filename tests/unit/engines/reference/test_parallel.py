@@ -76,7 +76,7 @@ def logits(runtime: Runtime) -> np.ndarray[Any, Any]:
     [
         (EmbeddingSharding.NONE, 2, False),
         pytest.param(EmbeddingSharding.VOCABULARY, 1, True, marks=pytest.mark.slow),
-        (EmbeddingSharding.HIDDEN, 1, True),
+        pytest.param(EmbeddingSharding.HIDDEN, 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_apart_they_compute_the_same_numbers(tmp_path: Path, embedding: EmbeddingSharding, pp: int, tied: bool) -> None:

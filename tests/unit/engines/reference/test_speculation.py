@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from tests.support.random_models import random_model
 from trtpipe.engines.base import DataType, Mapping
@@ -144,6 +143,8 @@ def test_a_step_takes_drafts_only_where_prompts_leave_room(engines: Callable[...
 
 
 def test_sampled_tokens_have_the_models_distribution(engines: Callable[..., Path]) -> None:
+    from scipy.stats import chisquare
+
     vocab, count = 6, 1200
     prompt = (1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
     limits = {"max_batch_size": 64, "max_num_tokens": 1024}

@@ -173,6 +173,8 @@ def test_formats_are_those_of_model_files_and_templates() -> None:
     found = {name: recognise(template) for name, template in TEMPLATES.items()}
     assert {name: form.name for name, form in found.items() if form} == {name: name for name in FORMATS}
     assert recognise("{{ messages }}") is None
+    # Qwen3-Coder's calls are no JSON, though they stand between the same marks.
+    assert recognise("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>") is None
     assert facts.find_tool_format("Qwen/Qwen2.5-7B-Instruct") == "hermes"
     assert facts.find_tool_format("llama-3.2-1b-instruct") == "llama3_json"
     assert facts.find_tool_format("smollm2") is None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support.gateways import (
@@ -30,11 +29,14 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.gateway.options import ServedModel
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 
+if TYPE_CHECKING:
+    import openai
+
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
 
 TOOLS: list[Any] = [WEATHER, TIME]
 QUESTION: list[Any] = [{"role": "user", "content": "Weather?"}]
-Scenario = Callable[[openai.AsyncOpenAI, Triton], Coroutine[Any, Any, None]]
+Scenario = Callable[["openai.AsyncOpenAI", Triton], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 
 
 def run(script: Any, folder: Path, scenario: Scenario, **options: Any) -> None:
+    import openai
+
     async def whole(client: httpx.AsyncClient, triton: Triton) -> None:
         async with openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as api:
             await scenario(api, triton)
