@@ -7,7 +7,7 @@ another type, a decoding, another device, or packing for the products of a CPU c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -121,7 +121,7 @@ def _with_packed(part: Any) -> Any:
         return Plain(packed(part.weight))
     if type(part) is tuple:
         return tuple(map(_with_packed, part))
-    if isinstance(part, (LayerShard, Linear, Mlp, Branches, Expert)):
+    if is_dataclass(part) and not isinstance(part, type):
         known: Any = part  # the protocol among them is kept by dataclasses
         return replace(known, **{one.name: _with_packed(getattr(part, one.name)) for one in fields(known)})
     return part
