@@ -375,7 +375,9 @@ def resolve_precision(
 
         own = load_backend(runtime).OLD_GPUS if runtime else ""
         raise UsageError(
-            f"{gpu.describe()} cannot run {f'engines of the {runtime} runtime' if own else 'TensorRT-LLM engines'}",
+            f"{gpu.describe()} cannot run engines of the {runtime} runtime"
+            if own
+            else f"{gpu.describe()} cannot run TensorRT-LLM engines",
             why=own or gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
