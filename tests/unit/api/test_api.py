@@ -143,7 +143,7 @@ def test_a_benchmark_where_an_event_loop_runs_as_in_a_notebook(
     assert report.failures() == {}
     assert (states[0], states[-1]) == ("begun", "ended")
     assert (tmp_path / "report.html").exists()
-    with pytest.raises(trtpipe.UsageError, match="report"):
+    with pytest.raises(trtpipe.UsageError, match="is a folder; give the name of a file"):
         trtpipe.bench(report=tmp_path)
 
 

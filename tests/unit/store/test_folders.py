@@ -90,7 +90,9 @@ def test_a_file_is_written_whole_and_only_when_it_changes(tmp_path: Path) -> Non
 def test_a_file_that_cannot_be_written_is_named_and_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
-    for place, kind in (("folder", IsADirectoryError), ("none/x", FileNotFoundError), ("file/x", NotADirectoryError)):
+    with pytest.raises(UsageError, match="folder is a folder; give the name of a file"):
+        write_whole(tmp_path / "folder", "text")
+    for place, kind in (("none/x", FileNotFoundError), ("file/x", NotADirectoryError)):
         with pytest.raises(kind) as error:
             write_whole(tmp_path / place, "text")
         assert error.value.filename == str(tmp_path / place)

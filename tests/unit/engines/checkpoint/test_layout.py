@@ -461,7 +461,7 @@ def test_keys_of_other_producers_are_no_trouble() -> None:
         ),
         (
             {"quantization": {"kv_cache_quant_algo": "FP6"}},
-            "KV cache is quantized with FP6: FP8, INT8 and NVFP4 are read",
+            "KV cache is quantized with FP6: the types read here are FP8, INT8, NVFP4; start from",
         ),
         ({"quantization": {"has_zero_point": True}}, "has_zero_point is set"),
         ({"quantization": {"group_size": 0}}, "group_size is 0, not a positive number"),

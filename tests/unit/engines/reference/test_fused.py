@@ -130,6 +130,7 @@ def test_compiled_they_compute_the_same(rows: int, cache: Path) -> None:
     assert list(cache.rglob("*.cpp"))
 
 
+@pytest.mark.slow  # the compiler takes ten seconds to import
 def test_only_a_recorded_step_is_compiled_and_once_for_any_number_of_rows() -> None:
     from torch._dynamo.utils import counters
 
