@@ -18,7 +18,7 @@ $(READY) $(VLLM_READY) $(LM_EVAL_READY): export UV_INDEX_STRATEGY = unsafe-best-
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm setup-lm-eval environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu studies gpu-e2e golden docs clean
+.PHONY: help setup setup-vllm setup-lm-eval environments check compiled test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu studies gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -68,6 +68,10 @@ test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(ALL) -m 'not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow' $(CLOCK)
+
+# Else each process of the first run compiles all tests, which takes three times as long as to import them.
+compiled: $(READY)
+	$(BIN)/python -m pytest --collect-only -q > /dev/null
 
 unit: $(READY) ## tests of each module, without real servers (minutes)
 	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' tests/unit
