@@ -71,7 +71,7 @@ def refusal(runtime: str, gpu: GpuSpec, dtype: DataType, quantization: Quantizat
 
 
 def ran() -> Iterator[Ran]:
-    """What the pages of docs/measurements show."""
+    """Formats that ran, read from the pages of docs/measurements."""
     for runtime, name in re.findall(r"^\| (reference|vllm) \| (\w+) \| [\d.]", _text("cpu.md"), re.MULTILINE):
         yield Ran(runtime, name, CPU, "cpu.md")
     for name in re.findall(r"^\| (\S+) \| trtllm \|", _text("accuracy.md"), re.MULTILINE):

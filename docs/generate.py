@@ -225,7 +225,7 @@ def _successor(row: Successor, runtime: str) -> str:
 
 
 def formats() -> Iterator[str]:
-    """What ran of each format in each runtime, what is written alone, what is refused and why."""
+    """Rows of the formats' table: where a runtime ran a format, where it is only written, or why it is refused."""
     yield from table(("`--dtype`", *map(code, BACKENDS)), format_rows())
 
 

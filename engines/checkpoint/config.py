@@ -218,7 +218,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
     )
 
 
-_AGAIN = "start from the model's bf16 or fp16 folder, and quantize it with one that `trtpipe quants` lists"
+_REMEDY = "start from the model's bf16 or fp16 folder, and quantize it with one that `trtpipe quants` lists"
 
 
 def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -> Quantization:
@@ -234,13 +234,13 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
         raise CheckpointError(
             f"{where} is quantized with {str(algo)[:60]}",
             why=f"the algorithms read here are {', '.join(QuantAlgo)}",
-            remedy=_AGAIN,
+            remedy=_REMEDY,
         )
     if cache is not None and cache not in list(KvCacheQuantAlgo):
         raise CheckpointError(
             f"{where}: the KV cache is quantized with {str(cache)[:60]}",
             why=f"the types read here are {', '.join(KvCacheQuantAlgo)}",
-            remedy=_AGAIN,
+            remedy=_REMEDY,
         )
     if raw.get("has_zero_point"):
         raise CheckpointError(f"{where}: has_zero_point is set", why="no zero points are read here")

@@ -26,7 +26,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE
 
-_AGAIN = "download or export the model again"
+_REMEDY = "download or export the model again"
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
@@ -142,14 +142,14 @@ def parse_settings(
     first, *others = parsed.values()
     if first.quant_algo is None and first.kv_cache_quant_algo is None:
         raise InputDataError(
-            f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo", remedy=_AGAIN
+            f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo", remedy=_REMEDY
         )
     if any(other != first for other in others):
         said = (
             f"{place} says {' '.join(f'{name} {value}' for name, value in summary(one).items())}"
             for place, one in parsed.items()
         )
-        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(said), remedy=_AGAIN)
+        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(said), remedy=_REMEDY)
     if first.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise InputDataError(
             f"{folder} has its KV cache quantized with INT8",

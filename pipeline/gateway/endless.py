@@ -1,4 +1,4 @@
-"""JSON schemas without a value that ends, such as an object that must contain another one of its own kind."""
+"""Detection of JSON schemas without a finite value, such as an object that must contain another of its own kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def endless(references: Collection[str], find: Callable[[str], Any]) -> str | None:
-    """The first of the references whose schema, which `find` gives, has no value that ends; None where all have one."""
+    """The first reference whose schema, returned by `find`, has no finite value; None where each has one."""
     ends: set[str] = set()
     while more := [name for name in references if name not in ends and _ends(find(name), ends)]:
         ends.update(more)
@@ -15,7 +15,7 @@ def endless(references: Collection[str], find: Callable[[str], Any]) -> str | No
 
 
 def _ends(schema: Any, known: Collection[str]) -> bool:
-    """Whether a schema has a value that ends, where of the references only those in `known` have one."""
+    """Whether a schema has a finite value. `known`: references whose schemas are known to have one."""
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:

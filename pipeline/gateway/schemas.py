@@ -66,7 +66,7 @@ class _Check:
         self._resolved: dict[str, str] = {}  # reference that leads to a schema other than a reference -> its path
 
     def whole(self) -> Any:
-        """The root by `schema`. Raises Failure too for a reference to a schema without a value that ends."""
+        """The root by `schema`. Raises Failure too for a reference to a schema without a finite value."""
         out = self.schema(self._root, self._place, ())
         name = endless(self._resolved, self._find)
         if name is not None:

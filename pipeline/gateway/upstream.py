@@ -39,8 +39,8 @@ class Upstream:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def ready(self, model: str) -> bool:
-        """Whether the model is ready now, and so is the engine process of a model in our own backend: Triton calls a
-        model ready while its Python process lives, which may be starting the engine process again."""
+        """Whether the model is ready. Of a model in our own backend the engine process is asked too: Triton calls the
+        model ready while its Python process lives, even when that process is restarting the engine process."""
         service_pb2 = messages()
         ask = service_pb2.ModelReadyRequest(name=model).SerializeToString()
         try:
@@ -56,7 +56,7 @@ class Upstream:
         return not known.own or await self._has_engine(known)
 
     async def _has_engine(self, model: EngineModel) -> bool:
-        """Whether a `stop` for a request that there is not reaches the engine process."""
+        """Whether the engine process runs: it is sent a `stop` with an id that no request has."""
         probe = Generation(self, lambda: None)
         try:
             await probe.begin(EngineRequest(stop_request(model, uuid.uuid4().hex), None))

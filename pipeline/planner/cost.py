@@ -284,6 +284,6 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
 
 
 def linked(gpu: GpuSpec, tp: int) -> bool:
-    """Whether so many GPUs are joined by NVLink."""
+    """Whether `tp` GPUs are connected by NVLink."""
     bridged = gpu.measured is not None and gpu.measured.nvlink_gbs is not None
     return gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or (bridged and tp <= gpu.nvlink_gpus))

@@ -72,7 +72,7 @@ def _ratios(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[str]:
 
 
 def _steps(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[str]:
-    """Where a step of the reference runtime spends its time."""
+    """Table of a step of the reference runtime: milliseconds of products, attention and the rest."""
     lines = [
         f"A step of {PROFILED} requests in the reference runtime, in milliseconds by torch's profiler, which slows it:",
         "",

@@ -64,7 +64,7 @@ class Objective:
         return _sign(self.kind)
 
     def missed_by(self, values: Any) -> Any:
-        """Whether a value misses the limit; for an array, one answer for each value."""
+        """Whether the limit is missed: a bool for a number, an array of bools for an array."""
         return values >= self.limit if self.sign == "<" else values <= self.limit
 
     def excess(self, value: float | None) -> float:

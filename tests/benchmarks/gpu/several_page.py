@@ -102,7 +102,7 @@ def _over(speed: Mapping[str, float] | None, alone: Mapping[str, float] | None) 
 
 
 def _bound(result: Mapping[str, Any], sums: Mapping[str, Any]) -> Iterator[str]:
-    """What more GPUs could reach at most, by what they do not share and by what sums take."""
+    """Bounds on the speedup of more GPUs: from the time outside the model, and from the time of all-reduces."""
     yield "Why two GPUs are not twice as fast, nor four four times:\n"
     for dtype in ("bf16", "fp8"):
         alone = result.get(f"reference {dtype}, tp 1", {}).get("in_process", {})

@@ -91,7 +91,7 @@ def report(
 
 
 def _before() -> list[str]:
-    """What was predicted before runs of ours, as the measurements keep it, beside what was measured."""
+    """Table of our own GPU runs: figures predicted before each run, kept in its JSON, beside the measured ones."""
     lines = [
         "Predicted before the run, by the fit of that day, of vLLM in its own process, 128 in and out, all requests "
         'starting together; measured on our [H100](h100.md) and [four H100s](h100-x4.md). "ep" is predicted as if each '
