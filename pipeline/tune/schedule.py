@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trtpipe.pipeline.tune.search import REPEATS, round_sizes
@@ -50,6 +51,11 @@ class Schedule:
     def point_s(self, number: int) -> float:
         """Seconds of each of its load points."""
         return min(MOST_POINT_S, self.search_s(number) / POINTS)
+
+    @property
+    def enough_s(self) -> float:
+        """Seconds of the shortest search that measures a change beside the target as it is, REPEATS times each."""
+        return math.ceil(2 * REPEATS * (self.start_s + POINTS * self.least_point_s) / 60) * 60
 
     def fitting(self, start_s: float, request_s: float) -> Schedule:
         """The same for as many of the candidates as can each have their least time in the first round."""

@@ -180,6 +180,8 @@ class Study:
         if self.winner is None:
             return "nothing was measured"
         cut = "" if self.winner.complete else "; time was over before the last round"
+        if not any(run.candidate.changes for run in self.runs):
+            return "nothing but the target as it is was measured"
         if not self.winner.candidate.changes:
             return f"the target serves best as it is: nothing that was tried gains more than {CLOSE:.0%}{cut}"
         runs = self.of(self.winner.candidate)
