@@ -138,7 +138,7 @@ class _Session:
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
         first = self._measure(AS_IT_IS, 0, 0)
-        self._schedule = self._schedule.fitting(first.start_s, first.request_s)
+        self._schedule = self._schedule.fitting(first.start_s, first.request_s, first.tail_s)
         kept = self._candidates[: self._schedule.candidates]
         remedy = "give more --minutes" if kept else f"one change takes {self._schedule.enough_s / 60:.0f} --minutes"
         for one in self._candidates[len(kept) :]:
@@ -267,14 +267,16 @@ class _Session:
             engine_python=self._engine_python,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
-            schedule = self._schedule
+            schedule, point_s = self._schedule, self._schedule.point_s(number)
             search_s = schedule.search_s(number) if self.study.runs else schedule.first_s
             options, served = choose(client.target, **{**self._bench, "server": client.server})
             options = self._search(
-                options, self._find, rate=self._start_rate(candidate), seconds=schedule.point_s(number), number=number,
+                options, self._find, rate=self._start_rate(candidate), seconds=point_s, number=number,
                 limit_s=min(search_s, max(self._left_s, 0.0)),
             )  # fmt: skip
+            asked = time.monotonic()
             report = measure(replace(options, seed=repeat), served, self._progress, self._note)
+            tail_s = max(0.0, (time.monotonic() - asked) / max(1, len(report.results)) - point_s)
         if report.interrupted:
             raise KeyboardInterrupt
         if report.broken is not None:
@@ -283,7 +285,7 @@ class _Session:
         write_report(report, file)
         return Run.measured(
             report, candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun,
-            start_s=start_s, report=str(file.relative_to(self.study.folder)),
+            start_s=start_s, tail_s=tail_s, report=str(file.relative_to(self.study.folder)),
         )  # fmt: skip
 
     def _imported(self, candidate: Candidate) -> dict[str, Any]:
