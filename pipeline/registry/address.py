@@ -11,11 +11,18 @@ from trtpipe.pipeline.registry.base import Registry
 # An address of each form; one of another scheme is like S3's.
 EXAMPLES = {"oci": "oci://registry.example/team/engines", "hf": "hf://owner/name", "file": "file:///folder"}
 
+# A name with a dot or a port before the first slash, as in addresses of container registries.
+HOST = re.compile(r"[\w-]+((\.[\w-]+)+(:\d+)?|:\d+)/")
+
 
 def open_registry(url: str) -> Registry:
     """Raises UsageError for a URL of no known form, HostError for what is not installed or not reachable."""
     scheme, separator, rest = url.partition("://")
     if not separator:
+        if HOST.match(url) and not Path(url).exists():
+            raise UsageError(
+                f"'{url}' may be a registry's address or a folder", remedy=f"give oci://{url}, or ./{url} for a folder"
+            )
         if not url or re.match("[a-z0-9]{2,}:", url):
             raise UsageError(f"'{url}' is not an address", remedy="give for example s3://bucket/prefix, or a folder")
         from trtpipe.pipeline.registry.files import FileRegistry

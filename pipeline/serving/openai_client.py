@@ -8,6 +8,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.errors import key_refused
 
 # Longest silence of a server between two pieces of text.
 SILENCE_SECONDS = 120.0
@@ -47,7 +48,7 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
             ) as reply,
         ):  # fmt: skip
             if reply.status_code == 401:
-                raise UsageError("the gateway asks for a key", remedy="give it in TRTPIPE_API_KEY")
+                raise key_refused("the gateway", given=key is not None)
             if reply.status_code != 200:
                 raise refused(url, str(parse_json(reply.read())["error"]["message"]), reply.status_code)
             for line in reply.iter_lines():

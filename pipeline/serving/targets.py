@@ -57,7 +57,9 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
     manifests = [found for folder in folders if (found := read_manifest(folder / "manifest.json")) is not None]
     made = {manifest.record.stage for manifest in manifests}
     stages = [] if spec is None else [stage.name for stage in stages_of(spec)]
-    missing = tuple(stage for stage in stages if stage not in made)
+    # What was made elsewhere comes without the artefacts that it was made of.
+    last = max((place for place, stage in enumerate(stages) if stage in made), default=-1)
+    missing = tuple(stages[last + 1 :])
     if spec is None:
         state = "unreadable"
     elif made:

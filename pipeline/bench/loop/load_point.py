@@ -247,7 +247,7 @@ def evaluate(
         asked=load.concurrency if isinstance(load, Closed) else None,
         bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
         whole=driven.stopped is None and not driven.interrupted,
-        window=window if isinstance(load, Closed) else None,
+        window=window,
     )
     return load_point_result(
         records,

@@ -15,6 +15,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages, ReadIds
+from trtpipe.pipeline.errors import key_refused
 
 # Keys under which servers put the text of a chat chunk.
 _TEXTS = ("content", "reasoning_content", "reasoning")
@@ -36,7 +37,7 @@ class OpenAiHttp:
         """Ask a server for its model; `site` is the API's base, http://host:9000/v1. Raises HostError, UsageError."""
         status, listing = site.ask("GET", "/models", "OpenAI-compatible server")
         if status == 401:
-            raise UsageError(f"{site.url} asks for a key", remedy="give it in TRTPIPE_API_KEY")
+            raise key_refused(site.url, given="Authorization" in site.headers)
         try:
             names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
         except (KeyError, TypeError):

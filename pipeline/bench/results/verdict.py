@@ -54,7 +54,7 @@ def examine(
 
     clients  each process that drove a share: the fullest core counts, and the lateness of all event loops together
     asked    slots of a closed loop; None for an open one
-    window   time over which the rates of a closed loop are taken; None where there is none, and for an open one
+    window   time over which rates are taken; None where there is none
     whole    the load point did not end early; otherwise the cause of a lower load is known
     bounded  requests of an open loop may have waited for a slot, so their delay is not the client's alone
     """

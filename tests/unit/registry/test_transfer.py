@@ -31,6 +31,7 @@ from trtpipe.pipeline.registry.base import Blob, Registry
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving.references import references
+from trtpipe.pipeline.serving.targets import list_targets
 from trtpipe.pipeline.store.gc import find_garbage
 from trtpipe.pipeline.store.store import Store
 
@@ -141,6 +142,8 @@ def test_what_arrives_is_what_was_sent(
     again = transfer.pull(TARGET, registry(), store)
     assert (again.moved, again.there, again.artefacts) == (0, sent.moved, got.artefacts)
     assert not list((store.home / "incoming").iterdir())
+    # Nothing of it is to be made here, though its model and checkpoint did not travel.
+    assert [(one.state, one.missing) for one in list_targets(store)] == [("complete", ())]
 
 
 def test_a_file_of_two_artefacts_is_counted_once(
@@ -542,6 +545,8 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
         ("x4://place", UsageError, "x4://place: Protocol not known: x4"),
         ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is not an address"),
         ("", UsageError, "'' is not an address"),
+        ("reg.example/team/x", UsageError, "folder; give oci://reg.example/team/x, or ./reg.example/team/x for a fo"),
+        ("localhost:5000/x", UsageError, "folder; give oci://localhost:5000/x, or "),
         ("github://h/x", HostError, "github://h/x cannot be used: .*; check its address"),
     ],
 )

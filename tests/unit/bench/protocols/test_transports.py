@@ -634,6 +634,8 @@ def test_a_server_of_another_protocol_is_refused(known: MockServerProcess, trans
             refused(HostError, telling, "completions", 0, server.port, wiring)
         server.resources["GET", "/v1/models"] = (401, {"error": {"message": "no key"}})
         refused(UsageError, "asks for a key; give it in TRTPIPE_API_KEY", "completions", 0, server.port, wiring)
+        keyed = replace(wiring, headers={"Authorization": "Bearer wrong"})
+        refused(UsageError, "does not accept the key; give another in", "completions", 0, server.port, keyed)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -56,7 +56,7 @@ def test_an_objective_is_written_as_it_is_given() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "ttft", "ttft:p99", "ttft:p99<", "ttft<200", "ttft<200%", "ttft<-1ms", "ttft<1e3ms", "ttft>200ms",
+        "", "ttft", "ttft:p99", "ttft:p99<", "ttft<200%", "ttft<-1ms", "ttft<1e3ms", "ttft>200ms",
         "ttft:p100<1s", "ttft:median<1s", "ttft:p99<1s,itl:30ms", "TTFT<1s", "ttft p99 < 1s",
     ],
 )  # fmt: skip
@@ -98,6 +98,7 @@ def test_a_metric_that_nobody_knows(text: str, words: str) -> None:
         ("acceptance>100%", "'acceptance>100%' is never met; give another limit"),
         ("error_rate<0", "'error_rate<0' is never met; give another limit"),
         ("throughput>3", "'throughput>3' is not an objective; give one such as throughput>2tokens/s"),
+        ("ttft:500", "'ttft:500' is not an objective: its limit has no unit; give one such as ttft:p99<"),
         ("tokens_per_step>2ms", "'tokens_per_step>2ms' is not an objective; give one such as tokens_per_step>2"),
     ],
 )
