@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.hub_server import Hub
 from tests.support.stored_folders import stored_folder, write_config
-from tests.unit.stages.test_download import server
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.api.build import layers, resolved
@@ -21,8 +20,6 @@ from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
-
-__all__ = ["server"]
 
 
 @pytest.fixture(scope="module")
