@@ -18,7 +18,7 @@ from trtpipe.engines.hf.folder import parse_model_config, read_model_config
 from trtpipe.engines.hf.stored import Stored, parse_stored, read_stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.toolchain import Toolchain
 
 CONFIGS = Path(configs.__file__).parent

@@ -26,14 +26,8 @@ from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import export as hf_export
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.quantization import (
-    KvCacheQuantAlgo,
-    QuantAlgo,
-    Quantization,
-    QuantRecipe,
-    with_group_size,
-    with_kv_cache,
-)
+from trtpipe.engines.precision import QuantRecipe, with_group_size, with_kv_cache
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.encode import for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales, load_scales, save_scales
