@@ -261,7 +261,7 @@ def _model(path: Path) -> ModelFacts:
         rest = {key: value for key, value in entry.items() if key != "kind"}
         sources.append(build(SOURCE_KINDS[kind], rest, f"{path.name}: sources"))
     plain = build(_PlainModelFacts, {key: value for key, value in raw.items() if key != "sources"}, path.name)
-    return ModelFacts(**dataclasses.asdict(plain), sources=tuple(sources))
+    return ModelFacts(**vars(plain), sources=tuple(sources))
 
 
 @dataclass(frozen=True, kw_only=True)
