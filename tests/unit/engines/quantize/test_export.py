@@ -150,7 +150,7 @@ QUICK = [("qwen2", "fp8-kv"), ("qwen3", "int4-awq"), ("phi3", "fp8-kv")]
 def test_every_tensor_is_modelopts(theirs: tuple[str, Path, Path], tmp_path: Path, form: str) -> None:
     case, source, folder = theirs
     expected = load_file(folder / form / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
-    # Both forms are of one calibration, as ModelOpt's are: that scales once found give the same bytes, test_quantize holds.
+    # Both forms are of one calibration, as ModelOpt's are. Scales once found give the same bytes: see test_quantize.
     scales = str(folder / "scales.safetensors")
     known = scales if Path(scales).is_file() else None
     got = ours(source, tmp_path / form, case, form, scales_in=known, scales_out=scales)
