@@ -18,7 +18,7 @@ from trtpipe.engines.hf.folder import parse_model_config, read_model_config
 from trtpipe.engines.hf.stored import Stored, parse_stored, read_stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.toolchain import Toolchain
 
 CONFIGS = Path(configs.__file__).parent
@@ -261,7 +261,7 @@ def _model(path: Path) -> ModelFacts:
         rest = {key: value for key, value in entry.items() if key != "kind"}
         sources.append(build(SOURCE_KINDS[kind], rest, f"{path.name}: sources"))
     plain = build(_PlainModelFacts, {key: value for key, value in raw.items() if key != "sources"}, path.name)
-    return ModelFacts(**dataclasses.asdict(plain), sources=tuple(sources))
+    return ModelFacts(**vars(plain), sources=tuple(sources))
 
 
 @dataclass(frozen=True, kw_only=True)

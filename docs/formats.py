@@ -20,7 +20,8 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.json_input import read_json
-from trtpipe.engines.quantization import FLOAT_NAMES, SHORT_NAMES, KvCacheQuantAlgo, Quantization, check_sm
+from trtpipe.engines.precision import FLOAT_NAMES, SHORT_NAMES, check_sm
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 # One GPU of each compute capability that has a file.

@@ -9,7 +9,7 @@ from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
-from trtpipe.engines.quantization import SHORT_NAMES, Precision, QuantRecipe, cache_sms, check_sm
+from trtpipe.engines.precision import SHORT_NAMES, Precision, QuantRecipe, cache_sms, check_sm
 from trtpipe.engines.quantize.stored import CONVERTIBLE, require_convertible
 
 

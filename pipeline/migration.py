@@ -16,7 +16,8 @@ from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.families import families
 from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.engines.passport import WEIGHTS
-from trtpipe.engines.quantization import SHORT_NAMES, UNQUANTIZED, KvCacheQuantAlgo, resolve_precision
+from trtpipe.engines.precision import SHORT_NAMES, resolve_precision
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo
 from trtpipe.pipeline.layers import LORA, Layer
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder, find_run

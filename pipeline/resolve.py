@@ -21,7 +21,8 @@ from trtpipe.engines.hf.adapter import Adapter, read_adapter, require_rank
 from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
-from trtpipe.engines.quantization import UNQUANTIZED, Precision, resolve_precision
+from trtpipe.engines.precision import Precision, resolve_precision
+from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.pipeline.layers import LORA, SCALARS, Layer, merge
 from trtpipe.pipeline.planner.defaults import planned_sizes

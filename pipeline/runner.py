@@ -76,15 +76,15 @@ def execute(
     made = dict(given or {})
     stages = _still_needed(spec, stages_until(stages_of(spec), until), made)
     run = RunFolder.of(spec.target) if folder is None else RunFolder(folder)
-    names = [stage.name for stage in stages]
     # What disk space is needed for: stages whose artefacts are not there.
     later = [stage for stage in stages if run.find(stage.name, store) is None]
-    if perform is None and "build" in names and not (run.path / "engine").exists():
+    on_target = next((stage for stage in stages if stage.resources(spec).gpu == "target"), None)
+    if perform is None and on_target is not None and not (run.path / on_target.makes).exists():
         # Checked before the download, not after it. Without a GPU the earlier stages are still worth running.
         try:
             check_machine(spec)
         except hardware.GpuAbsent:
-            later = [stage for stage in later if names.index(stage.name) < names.index("build")]
+            later = [stage for stage in later if stage in stages[: stages.index(on_target)]]
     if perform is None:
         for stage in stages:  # a file that it reads and that is not there need not wait for the stages before it
             stage.sources(stage.settings(spec), store.digests)
@@ -205,8 +205,8 @@ def satisfy(
             except BaseException as error:
                 for left in store.leftovers(record):
                     reporter.note(f"{stage.name}: what it made so far is kept in {left}")
-                if isinstance(error, StageFailed) and stage.name == "build":
-                    raise explain(error, log, "build", begin) from None
+                if isinstance(error, StageFailed) and stage.failures is not None:
+                    raise explain(error, log, stage.failures, begin) from None
                 raise
         return StageResult(stage=stage.name, makes=stage.makes, reused=False, reason=reason, artefact=artefact)
 

@@ -16,7 +16,8 @@ from trtpipe.engines.hf.adapter import located_pairs, read_adapter
 from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import ModelRef
-from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization
+from trtpipe.engines.precision import Precision
+from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.judgement import judge
 from trtpipe.pipeline.sources.calibration import require_length

@@ -37,16 +37,20 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
-# Files that run in one process: those that share servers, and those that import torch, transformers and ModelOpt, which
-# takes a process ten seconds.
+# Files that run in one process: those that share servers, and those that import the same large packages, which takes a
+# process ten seconds: ModelOpt and transformers, and then transformers alone.
 TOGETHER = (
     ("tests/e2e/smollm2/",),
     ("tests/e2e/commands/",),
-    ("tests/unit/engines/reference/", "tests/unit/engines/quantize/", "tests/unit/engines/accuracy/"),
-)
+    (
+        "tests/unit/engines/quantize/", "tests/unit/engines/accuracy/", "tests/unit/engines/families/test_phi3.py",
+        "tests/unit/engines/reference/test_quantized.py", "tests/unit/stages/test_stored.py",
+    ),
+    ("tests/unit/engines/reference/",),
+)  # fmt: skip
 # What takes minutes begins first, and of the files that wait for the build of SmolLM2 one alone.
 FIRST = (
-    *TOGETHER[0], *TOGETHER[2], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
+    *TOGETHER[0], *TOGETHER[-1], *TOGETHER[-2], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
     "tests/e2e/test_vllm.py", "tests/e2e/", "tests/unit/bench/workers/test_ray.py", "tests/attacks/",
 )  # fmt: skip
 

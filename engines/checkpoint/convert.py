@@ -23,7 +23,7 @@ import numpy as np
 from trtpipe.engines.base import Checkpoint, DataType, Mapping
 from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
 from trtpipe.engines.checkpoint.config import config_json
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
+from trtpipe.engines.checkpoint.layout import DERIVED_SUFFIX, SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import InputDataError
@@ -36,9 +36,6 @@ from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 BLOCK_BYTES = 8 << 20
 # Two threads keep a disk busy while a third casts; more threads only take memory.
 THREADS = min(3, os.cpu_count() or 1)
-
-# Older exports store this buffer; it is computed from the config and is not a parameter.
-DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 Progress = Callable[[int, int], None]
 

@@ -21,6 +21,8 @@ from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
+# Older exports store this buffer; it is computed from the config and is not a parameter.
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 # Tables that TensorRT-LLM's own converter stores beside the weights; they are computed from the config.
 ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
 

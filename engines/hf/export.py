@@ -6,27 +6,14 @@ If the source has that type already, its files are linked and no weight is read.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 
 from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
-from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
-from trtpipe.engines.families import names_of
 from trtpipe.engines.files import place, write_json
-from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
-from trtpipe.engines.hf.safetensors_file import ITEMSIZE
-from trtpipe.engines.json_input import read_json
-from trtpipe.engines.model_config import ModelConfig
-
-SHARD_BYTES = 5_000_000_000
-# Files that a served model needs besides its weights.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
-)  # fmt: skip
+from trtpipe.engines.hf.folder import INDEX_NAME, locate_tensors, read_model_config
+from trtpipe.engines.hf.layout import config_in, copy_companions, lay_out, whole
 
 
 def export(source: Path, out: Path, *, dtype: DataType, progress: Progress = lambda done, total: None) -> Checkpoint:
@@ -49,64 +36,3 @@ def export(source: Path, out: Path, *, dtype: DataType, progress: Progress = lam
     plans = [whole(name, shape, None) for name, shape in source_shapes(model).items()]
     rewrite(located, lay_out(out, plans, stored), dtype, progress)
     return Checkpoint(path=out)
-
-
-def config_in(source: Path, dtype: DataType) -> dict[str, object]:
-    """The source's config.json with `dtype` under the key that the source uses for its type."""
-    config = read_json(source / "config.json", "model config")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype.value
-    return config
-
-
-def copy_companions(source: Path, out: Path) -> None:
-    for name in COMPANIONS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, out / name)
-
-
-def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Path, list[TensorPlan]]]:
-    """Assign tensors to files of at most SHARD_BYTES each; write an index when there are several files.
-
-    dtype  safetensors type of tensors whose plan has none
-    """
-    sizes = {plan.name: prod(plan.shape) * ITEMSIZE[plan.dtype or dtype] for plan in plans}
-    parts: list[list[TensorPlan]] = [[]]
-    filled = 0
-    for plan in plans:
-        if parts[-1] and filled + sizes[plan.name] > SHARD_BYTES:
-            parts.append([])
-            filled = 0
-        parts[-1].append(plan)
-        filled += sizes[plan.name]
-    if len(parts) == 1:
-        return [(out / SINGLE_NAME, parts[0])]
-    files = [
-        (out / f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
-        for number, part in enumerate(parts, start=1)
-    ]
-    weight_map = {plan.name: path.name for path, part in files for plan in part}
-    write_json(out / INDEX_NAME, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    return files
-
-
-def linear_names(model: ModelConfig) -> dict[str, str]:
-    """Full name of each linear's weight -> the linear's name within its layer."""
-    names = names_of(model)
-    return {
-        f"{names.layer(layer)}{linear}.weight": linear
-        for layer in range(model.num_hidden_layers)
-        for linear in names.linears
-    }
-
-
-def router_names(model: ModelConfig) -> list[str]:
-    """Full names of the routers, which are not quantized; none for a dense model."""
-    names = names_of(model)
-    return [names.layer(layer) + names.router for layer in range(model.num_hidden_layers) if model.experts]
-
-
-def whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:
-    """Plan of a tensor that is a copy of one source tensor."""
-    return TensorPlan(name, shape, (Piece(name, (0, shape[0] if shape else 1)),), dtype=dtype)

@@ -16,7 +16,7 @@ from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
-from trtpipe.engines.hf.export import linear_names, whole
+from trtpipe.engines.hf.layout import linear_names, whole
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 

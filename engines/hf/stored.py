@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.base import DataType
-from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
+from trtpipe.engines.checkpoint.layout import DERIVED_SUFFIX, SAFETENSORS_DTYPE
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import families, names_of

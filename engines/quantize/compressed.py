@@ -15,7 +15,7 @@ from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.families import names_of
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf import compressed_tensors
-from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, router_names, whole
+from trtpipe.engines.hf.layout import config_in, copy_companions, linear_names, router_names, whole
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 

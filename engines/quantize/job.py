@@ -18,8 +18,9 @@ from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import EmbeddingSharding
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.process import Progress, run_worker
-from trtpipe.engines.quantization import COMPRESSED_TENSORS, FORMATS, KvCacheQuantAlgo, QuantRecipe
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, FORMATS, KvCacheQuantAlgo
 
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -20,8 +20,8 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, router_names, whole
 from trtpipe.engines.hf.folder import DETAILS, read_config_json
+from trtpipe.engines.hf.layout import config_in, copy_companions, linear_names, router_names, whole
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE

@@ -23,8 +23,8 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import lay_out
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.layout import lay_out
 from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.process import Progress, serve_worker
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization

@@ -13,7 +13,8 @@ from typing import Any
 
 from trtpipe.engines.accuracy.job import Alone, LayerError, Measured, Saturation, measure, measure_alone
 from trtpipe.engines.errors import StageFailed
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Thresholds
+from trtpipe.engines.precision import QuantRecipe, Thresholds
+from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.pipeline.accuracy.tasks import TaskScore
 
 __all__ = [

@@ -127,8 +127,8 @@ def _root(
         console.text(context.get_help() + "\n")
 
 
-def make_app() -> typer.Typer:
-    """The command with every command of GROUPS and APPS."""
+def make_app(only: str | None = None) -> typer.Typer:
+    """The command with every command of GROUPS and APPS, or with the one named `only`."""
     made = typer.Typer(
         cls=Grouped,
         name="trtpipe",
@@ -139,12 +139,14 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     made.callback(invoke_without_command=True)(_root)
-    for functions in GROUPS.values():
-        for function in functions:
-            if isinstance(function, str):
-                made.add_typer(APPS[function], name=function)
-            else:
-                made.command(name=command_name(function), cls=SectionedCommand)(function)
+    for function in (one for functions in GROUPS.values() for one in functions):
+        name = command_name(function)
+        if only not in (None, name):
+            continue
+        if isinstance(function, str):
+            made.add_typer(APPS[function], name=name)
+        else:
+            made.command(name=name, cls=SectionedCommand)(function)
     return made
 
 
@@ -168,9 +170,9 @@ def handle_signals() -> None:
 
 
 @functools.cache
-def command() -> Any:
-    """The command as click knows it, with the options that stand anywhere."""
-    made = typer.main.get_command(app)
+def command(only: str | None = None) -> Any:
+    """The command as click knows it, with the options that stand anywhere; of its commands all, or the one named."""
+    made = typer.main.get_command(app if only is None else make_app(only))
     add_common_options(made)
     return made
 
@@ -189,7 +191,10 @@ def main() -> None:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         words = sys.argv[1:]
         words = [*words[1:], "--help"] if words[:1] == ["help"] else words
-        code = command().main(args=words, prog_name="trtpipe", standalone_mode=False)
+        # typer takes a tenth of a second for all commands. Those who begin with another word need them, for help, say.
+        names = {command_name(function) for functions in GROUPS.values() for function in functions}
+        made = command(words[0]) if words and words[0] in names else command()
+        code = made.main(args=words, prog_name="trtpipe", standalone_mode=False)
         sys.stdout.flush()
     except Ended:
         console.note("interrupted")

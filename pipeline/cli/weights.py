@@ -65,7 +65,7 @@ def convert(
     from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.hf.stored import read_stored
     from trtpipe.engines.model_config import EmbeddingSharding
-    from trtpipe.engines.quantization import parse_float
+    from trtpipe.engines.precision import parse_float
     from trtpipe.engines.quantize.stored import convert_stored
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
@@ -154,7 +154,7 @@ def quantize(
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
-    from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
+    from trtpipe.engines.precision import find_recipe, parse_float, with_group_size, with_kv_cache
     from trtpipe.engines.quantize import job
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration

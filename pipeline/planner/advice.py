@@ -17,7 +17,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import Precision, resolve_precision
+from trtpipe.engines.precision import Precision, resolve_precision
 from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective

@@ -14,7 +14,7 @@ import numpy as np
 
 from trtpipe.configs import facts
 from trtpipe.engines.errors import InputDataError, suggestion
-from trtpipe.engines.quantization import QuantRecipe, resolve_precision
+from trtpipe.engines.precision import QuantRecipe, resolve_precision
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.planner.demand import SEED, closed_loop
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency

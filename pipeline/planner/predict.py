@@ -12,7 +12,8 @@ from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization
+from trtpipe.engines.precision import Precision
+from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.cost import Parts, Step, StepCost
 from trtpipe.pipeline.planner.demand import REQUESTS, Demand, Follow

@@ -24,7 +24,8 @@ import numpy as np
 from trtpipe.configs import facts
 from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.quantization import FORMATS, Precision, Quantization, resolve_precision
+from trtpipe.engines.precision import Precision, resolve_precision
+from trtpipe.engines.quantization import FORMATS, Quantization
 from trtpipe.pipeline.bench.load.work import SharedPrefix
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand

@@ -14,7 +14,7 @@ from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError, 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
-from trtpipe.engines.quantization import FLOAT_NAMES
+from trtpipe.engines.precision import FLOAT_NAMES
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.registry.base import Blob, Registry
 from trtpipe.pipeline.registry.export import Bundle

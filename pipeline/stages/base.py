@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from trtpipe.engines.model_config import ModelConfig
+from trtpipe.pipeline.execution.diagnosis import Where
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import Digests
 
@@ -56,16 +57,18 @@ ON_TORCH = Resources(cores=4, memory=8 * GIB, gpu="faster")
 class Stage(ABC):
     """A step of the pipeline. To add one, write a module here and name it in STAGES.
 
-    name     what a user calls it, as in `--until`
-    makes    name of its artefact, in the run folder and for the stages that read it
-    version  raised by hand when the output for the same input changes
-    travels  whether `export` and `push` may carry its artefact: only data does, never code
+    name      what a user calls it, as in `--until`
+    makes     name of its artefact, in the run folder and for the stages that read it
+    version   raised by hand when the output for the same input changes
+    travels   whether `export` and `push` may carry its artefact: only data does, never code
+    failures  file of configs/failures that explains its log when it fails; None where there is none
     """
 
     name: ClassVar[str]
     makes: ClassVar[str]
     version: int
     travels: ClassVar[bool] = False
+    failures: ClassVar[Where | None] = None
 
     def applies(self, spec: BuildSpec) -> bool:
         """Whether the pipeline of this spec has the stage."""

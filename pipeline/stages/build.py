@@ -50,6 +50,7 @@ class Build(Stage):
     makes = "engine"
     version = 3
     travels = True
+    failures = "build"
 
     def resources(self, spec: BuildSpec) -> Resources:
         return Resources(cores=2, gpu="target" if load_backend(spec.runtime).COMPILED else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import BuildSpec

@@ -10,7 +10,7 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage

@@ -12,7 +12,7 @@ from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import CalibrationConfig, DataType
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.pipeline.accuracy import gate, page
 from trtpipe.pipeline.accuracy.task_files import read_task
 from trtpipe.pipeline.accuracy.tasks import score_tasks

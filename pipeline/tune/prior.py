@@ -8,7 +8,7 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import Precision
+from trtpipe.engines.precision import Precision
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.advice import highest_rate
 from trtpipe.pipeline.planner.demand import Demand

@@ -17,7 +17,7 @@ from trtpipe.configs import facts
 from trtpipe.engines.accuracy.job import Measured, measure
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.quantize import job
 from trtpipe.pipeline.accuracy import gate
 from trtpipe.pipeline.sources import calibration

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.support.paths import DATA, ROOT
 from trtpipe.configs import facts
-from trtpipe.engines.quantization import resolve_precision
+from trtpipe.engines.precision import resolve_precision
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency

@@ -15,7 +15,8 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport, objections, read_passport
-from trtpipe.engines.quantization import FP8_SMS, QuantAlgo
+from trtpipe.engines.precision import FP8_SMS
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights

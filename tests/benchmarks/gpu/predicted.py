@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
 from trtpipe.configs import facts
-from trtpipe.engines.quantization import resolve_precision
+from trtpipe.engines.precision import resolve_precision
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import load_efficiency

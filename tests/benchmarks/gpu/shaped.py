@@ -29,8 +29,8 @@ from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf import engine
-from trtpipe.engines.hf.export import lay_out, whole
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.layout import lay_out, whole
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
 from trtpipe.engines.quantize import unified

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from trtpipe.engines.accuracy.job import LayerError, Measured
 from trtpipe.engines.accuracy.scoring import Answers, Continuation, Generation
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.quantization import Thresholds
+from trtpipe.engines.precision import Thresholds
 from trtpipe.pipeline.accuracy import gate, page, tasks
 from trtpipe.pipeline.accuracy.task_files import read_task
 from trtpipe.pipeline.accuracy.tasks import TaskScore, score_tasks

@@ -97,6 +97,8 @@ CASES = {
 
 # Those of several pods.
 GROUPS = ("group", "wide", "llmapis")
+# libyaml's: PyYAML's own takes ten times as long.
+read = functools.partial(yaml.load, Loader=yaml.CSafeLoader)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,7 +115,7 @@ def made(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
     """The manifests of a case, as they are read back from their YAML; not to be changed, since they are kept."""
     case = CASES[name]
     built = manifests(plan(case.passport, find_gpu(case.gpu), case.config(**more)))
-    return {path: yaml.safe_load(to_yaml(manifest)) for path, manifest in built.items()}
+    return {path: read(to_yaml(manifest)) for path, manifest in built.items()}
 
 
 def resources(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
@@ -250,7 +252,7 @@ def test_kustomize_finds_every_file_and_no_file_is_left_out(name: str, tmp_path:
     for path in files:
         if path.name == "kustomization.yaml":
             used.add(path)
-            listed = yaml.safe_load(path.read_text())
+            listed = read(path.read_text())
             for entry in [*listed["resources"], *listed.get("components", [])]:
                 there = (path.parent / entry).resolve()
                 assert there.exists(), entry
@@ -260,7 +262,7 @@ def test_kustomize_finds_every_file_and_no_file_is_left_out(name: str, tmp_path:
     assert set(files) <= used
     for path in files:
         if path.suffix == ".yaml" and "chart" not in path.parts:
-            assert yaml.safe_load(path.read_text()) == made(name)[path.relative_to(tmp_path / "out").as_posix()]
+            assert read(path.read_text()) == made(name)[path.relative_to(tmp_path / "out").as_posix()]
 
 
 @pytest.mark.process
@@ -611,7 +613,7 @@ def test_traces_of_the_gateway_reach_the_collector_and_nothing_else() -> None:
     assert variable in gateway("dressed")["env"]
     dns = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
     assert one_policy("dressed")["spec"]["egress"] == [dns, {"ports": [{"port": 4318, "protocol": "TCP"}]}]
-    assert yaml.safe_load(charted("dressed")["values.yaml"])["traces"] == {
+    assert read(charted("dressed")["values.yaml"])["traces"] == {
         "endpoint": "http://collector.tracing:4318", "port": 4318,
     }  # fmt: skip
     assert one_policy("one")["spec"]["egress"] == []
@@ -707,14 +709,14 @@ def rendered(name: str, values: dict[str, Any]) -> dict[str, Any]:
             if condition is None or values[condition[1]]:
                 text = re.sub(r"\{\{- (if \.Values\.\w+|end) \}\}\n", "", text)
                 text = re.sub(r"\{\{ toJson \.Values\.([\w.]+) \}\}", value, text)
-                one = yaml.safe_load(re.sub(r'\{\{ "\{\{" \}\}', "{{", text))
+                one = read(re.sub(r'\{\{ "\{\{" \}\}', "{{", text))
                 found[f"{one['kind']}/{one['metadata']['name']}"] = one
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_chart_renders_to_the_base_with_its_own_values(name: str) -> None:
-    values = yaml.safe_load(charted(name)["values.yaml"])
+    values = read(charted(name)["values.yaml"])
     jsonschema.Draft7Validator(json.loads(charted(name)["values.schema.json"])).validate(values)
     assert values["podMonitor"] is False
     assert rendered(name, {**values, "podMonitor": True}) == resources(name)
@@ -723,7 +725,7 @@ def test_the_chart_renders_to_the_base_with_its_own_values(name: str) -> None:
 
 def test_a_chart_s_values_are_explained_change_the_manifests_and_are_checked() -> None:
     text = charted("tp2")["values.yaml"]
-    values = yaml.safe_load(text)
+    values = read(text)
     lines = text.splitlines()
     assert (
         lines[lines.index("# image of the server") + 1] == "image: nvcr.io/nvidia/tritonserver:26.06-trtllm-python-py3"
@@ -821,7 +823,7 @@ def test_where_the_repository_comes_from() -> None:
 
 
 def test_what_one_target_looks_like(tmp_path: Path) -> None:
-    documents = [f"# {path}\n{to_yaml(yaml.safe_load(to_yaml(one)))}" for path, one in made("tp2").items()]
+    documents = [f"# {path}\n{to_yaml(read(to_yaml(one)))}" for path, one in made("tp2").items()]
     check_golden("deploy.yaml", "---\n".join(documents))
     case = CASES["tp2"]
     write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
@@ -900,7 +902,7 @@ def test_what_cannot_be_deployed_is_refused_with_the_reason(
 
 def test_the_same_kind_of_gpu_under_another_name_will_do() -> None:
     made = manifests(plan(engine(), find_gpu("h200"), CASES["one"].config()))["base/deployment.yaml"]
-    pod = yaml.safe_load(to_yaml(made))["spec"]["template"]
+    pod = read(to_yaml(made))["spec"]["template"]
     assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
 
 

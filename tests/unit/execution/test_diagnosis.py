@@ -14,7 +14,6 @@ from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.execution import diagnosis
 from trtpipe.pipeline.execution.diagnosis import (
     LINE_CHARS,
-    TAIL_BYTES,
     Where,
     diagnose,
     disabled_features,
@@ -722,10 +721,11 @@ def test_what_an_earlier_process_wrote_is_not_this_one_s_failure(tmp_path: Path)
     assert explain(error, log, "build", begin + 10_000) is error
 
 
-def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "TAIL_BYTES", 1 << 16)
     log = tmp_path / "serve.log"
     line = 'I1120 09:18:59.327457 331 http_server.cc:4713] "another request"\n'
-    filling = line * (TAIL_BYTES // len(line) + 1)
+    filling = line * (diagnosis.TAIL_BYTES // len(line) + 1)
     error = StageFailed("tritonserver ended by itself")
     log.write_text(SERVE["port-taken"] + filling)
     assert explain(error, log, "serve") is error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,15 @@ from tests.support.gateways import (
     Asked,
     Triton,
     ask,
-    end_fork_servers,
     events,
     response,
     saying,
     tokens_of,
-    write_model,
 )
 
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
 OWN = {"inputs": [*INPUTS, *OWN_INPUTS]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_model(tmp_path_factory.mktemp("tokenizer"))
-    end_fork_servers()
 
 
 async def scored(asked: Asked, context: Any) -> AsyncIterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,14 @@ from tests.support.gateways import (
     Triton,
     ask,
     chat,
-    end_fork_servers,
     events,
     response,
     saying,
-    write_model,
 )
 from trtpipe.pipeline.gateway.failure import Failure
 from trtpipe.pipeline.gateway.schemas import checked
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_model(tmp_path_factory.mktemp("tokenizer"))
-    end_fork_servers()
 
 
 def text(asked: Asked, name: str) -> str:

@@ -21,12 +21,10 @@ from tests.support.gateways import (
     Triton,
     ask,
     chat,
-    end_fork_servers,
     events,
     response,
     saying,
     until,
-    write_model,
 )
 from tests.support.otlp import Collector, attributes, collector
 from trtpipe.engines.errors import HostError, UsageError
@@ -36,12 +34,6 @@ from trtpipe.pipeline.gateway.traces import TIMES, engine_phases, traces_url
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
 MS = 1_000_000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_model(tmp_path_factory.mktemp("tokenizer"))
-    end_fork_servers()
 
 
 @pytest.fixture

@@ -38,12 +38,26 @@ from trtpipe.pipeline.store.store import Store
 TARGET = "tiny.cpu.bf16"
 
 
-@pytest.fixture
-def made(in_folder: Path, tmp_path: Path) -> Store:
-    """The store of a whole target of this machine's own."""
-    store = Store(tmp_path / "home")
-    execute(plan(hf_folder(in_folder / "tiny"), gpu="cpu", dtype="bf16"), store, Recorder())
+def build(folder: Path, home: Path) -> Store:
+    store = Store(home)
+    execute(plan(hf_folder(folder / "tiny"), gpu="cpu", dtype="bf16"), store, Recorder())
     return store
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of a whole target. Not to be changed."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return build(folder, folder / "home").home / "artefacts"
+
+
+@pytest.fixture
+def made(artefacts: Path, in_folder: Path, tmp_path: Path) -> Store:
+    """The store of a whole target of this machine's own."""
+    shutil.copytree(artefacts, tmp_path / "home" / "artefacts", symlinks=True)
+    return build(in_folder, tmp_path / "home")
 
 
 @pytest.fixture(scope="session")

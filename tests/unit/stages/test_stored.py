@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.hub_server import Hub
 from tests.support.stored_folders import stored_folder, write_config
-from tests.unit.stages.test_download import server
 from tests.unit.test_runner import SIZES, Recorder
+from trtpipe.engines.accuracy import job, worker
 from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.process import Progress
 from trtpipe.pipeline.api.build import layers, resolved
 from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.resolve import read_spec, resolve
@@ -21,8 +22,6 @@ from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
-
-__all__ = ["server"]
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +148,14 @@ def test_a_folder_that_is_not_what_it_says_makes_nothing(
 
 @pytest.mark.process
 def test_verify_compares_the_checkpoint_with_the_folder_and_runs_the_folder_alone(
-    fp8: Path, int8: Path, in_folder: Path
+    fp8: Path, int8: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def compare(module: str, spec: dict[str, Any], log: Path, *, what: str, progress: Progress) -> None:
+        """The worker's work in this process: each of its own takes seconds to import torch."""
+        assert module == "trtpipe.engines.accuracy.worker"
+        worker.work(json.loads(json.dumps(spec)), progress)
+
+    monkeypatch.setattr(job, "run_worker", compare)
     store = Store(in_folder / "home")
     made = execute(plan(fp8, gpu="cpu"), store, Recorder(), until="verify")
     report = json.loads((made[-1].artefact.path / "accuracy.json").read_text())

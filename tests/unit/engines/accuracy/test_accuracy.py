@@ -27,7 +27,8 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.engines.model_config import EmbeddingSharding
-from trtpipe.engines.quantization import KvCacheQuantAlgo, Thresholds
+from trtpipe.engines.precision import Thresholds
+from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.quantize.worker import work as quantize
 from trtpipe.pipeline.accuracy import gate
 from trtpipe.pipeline.accuracy import page as accuracy_page

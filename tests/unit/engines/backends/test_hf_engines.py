@@ -17,7 +17,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.backends import vllm
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, UsageError
-from trtpipe.engines.hf import export as hf_export
+from trtpipe.engines.hf import layout as hf_layout
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.safetensors_file import read_header
@@ -55,7 +55,7 @@ def test_a_folder_in_its_own_type_is_linked(tmp_path: Path) -> None:
 
 
 def test_another_type_is_cast_into_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(hf_layout, "SHARD_BYTES", 40_000)
     source = hf_folder(tmp_path / "hf", dtype="F32", torch_dtype="float32")
     (tmp_path / "out").mkdir()
     told: list[tuple[int, int]] = []

@@ -21,7 +21,8 @@ from trtpipe.engines.checkpoint.config import CheckpointError, parse_config, rea
 from trtpipe.engines.checkpoint.memory import rank_bytes
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.inspection import inspect
-from trtpipe.engines.quantization import UNQUANTIZED, Algorithm, QuantAlgo, Quantization, resolve_precision
+from trtpipe.engines.precision import resolve_precision
+from trtpipe.engines.quantization import UNQUANTIZED, Algorithm, QuantAlgo, Quantization
 from trtpipe.engines.reference.mlp import GatedMlp
 
 NAME = "W8A16_SHIFT"

@@ -19,7 +19,8 @@ from trtpipe.engines.backends.base import checkpoint_form, runtimes_of
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors
-from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization, with_group_size, with_kv_cache
+from trtpipe.engines.precision import with_group_size, with_kv_cache
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.quantize import formats, job
 from trtpipe.engines.quantize.folding import fold
 from trtpipe.engines.quantize.packing import pack_int32

@@ -19,7 +19,7 @@ from trtpipe.engines.accuracy.models import open_model
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf.inspection import inspect
-from trtpipe.engines.quantization import with_kv_cache
+from trtpipe.engines.precision import with_kv_cache
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.worker import work
 from trtpipe.engines.reference.layer import run_layer

@@ -24,16 +24,10 @@ from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import plan_rank
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
-from trtpipe.engines.hf import export as hf_export
+from trtpipe.engines.hf import layout as hf_layout
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.quantization import (
-    KvCacheQuantAlgo,
-    QuantAlgo,
-    Quantization,
-    QuantRecipe,
-    with_group_size,
-    with_kv_cache,
-)
+from trtpipe.engines.precision import QuantRecipe, with_group_size, with_kv_cache
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.encode import for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales, load_scales, save_scales
@@ -400,7 +394,7 @@ def test_a_unified_folder_says_what_it_is_and_keeps_the_tokenizer(llama: Path, t
 
 
 def test_a_large_folder_is_cut_into_shards(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", 200_000)
+    monkeypatch.setattr(hf_layout, "SHARD_BYTES", 200_000)
     one = tmp_path / "one"
     with pytest.raises(FileNotFoundError):
         ours(llama, one, "fp8-pc-pt", "hf")

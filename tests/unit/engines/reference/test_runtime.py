@@ -231,18 +231,18 @@ def test_greedy_tokens_of_a_qwen(
         tuple((3 * i * (1 + number // 2) + number * (i > 30) + 1) % VOCAB for i in range(40)) for number in range(20)
     ]
     runtime = Runtime(engines(name), kv_cache_tokens=4096)
-    found = greedy(runtime, prompts, 64)
+    found = greedy(runtime, prompts)
     with torch.no_grad():
         logits = models(name)[1](torch.tensor([[*p, *new] for p, new in zip(prompts, found, strict=True)])).logits
     # Each token follows from those before it, so all are what transformers would have generated.
     assert logits[:, 39:-1].argmax(-1).tolist() == found
     assert len({tuple(new) for new in found}) == 20
     # Again, from the cache; alone; and over ranks and stages.
-    assert greedy(runtime, prompts, 64) == found
+    assert greedy(runtime, prompts) == found
     assert runtime.stats()["kv_reused_blocks"] >= 20 * 4
     alone = Runtime(engines(name))
-    assert [greedy(alone, [prompt], 64)[0] for prompt in prompts[::5]] == found[::5]
-    assert greedy(Runtime(engines(name, 2, 3)), prompts, 64) == found
+    assert [greedy(alone, [prompt])[0] for prompt in prompts[::5]] == found[::5]
+    assert greedy(Runtime(engines(name, 2, 3)), prompts) == found
 
 
 def test_greedy_tokens_of_requests_that_join_and_leave(plain: Path, expected: list[list[int]]) -> None:

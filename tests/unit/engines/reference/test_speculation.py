@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,29 +98,48 @@ NGRAM = {"speculative_decoding_mode": "ngram", "max_draft_len": 4}
 DRAFT = {"speculative_decoding_mode": "draft_model", "max_draft_len": 3, "speculative_model": "draft"}
 
 
-@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@dataclass(frozen=True)
+class Answered:
+    """What a runtime said to `requests`, and afterwards to the same prompts with its answers behind them."""
+
+    runtime: Runtime
+    first: dict[Any, list[Output]]
+    again: dict[Any, list[Output]]
+
+
+def ask(folder: Path, policy: Any) -> Answered:
+    runtime = Runtime(folder, policy=policy, kv_cache_tokens=512)
+    run(runtime, requests()[:1])  # a prefix to reuse
+    first = run(runtime, requests(return_log_probs=True))
+    longer = [Request(id=n, prompt=p + tuple(answers(first)[(n, 0)][0]), max_tokens=9) for n, p in enumerate(PROMPTS)]
+    return Answered(runtime, first, run(runtime, longer))
+
+
+@pytest.fixture(scope="module", params=["guaranteed_no_evict", "max_utilization"])
+def plain(request: pytest.FixtureRequest, engines: Callable[..., Path]) -> tuple[str, Answered]:
+    """A policy, and the answers without drafts."""
+    return request.param, ask(engines(), request.param)
+
+
 @pytest.mark.parametrize(("draft", "settings"), [(None, NGRAM), ("same", DRAFT), ("other", DRAFT)])
 def test_answers_are_the_same_and_take_fewer_steps(
-    engines: Callable[..., Path], draft: str | None, settings: dict[str, Any], policy: Any
+    engines: Callable[..., Path], draft: str | None, settings: dict[str, Any], plain: tuple[str, Answered]
 ) -> None:
-    plain = Runtime(engines(), policy=policy, kv_cache_tokens=512)
-    guessing = Runtime(engines(draft, **settings), policy=policy, kv_cache_tokens=512)
-    for runtime in (plain, guessing):
-        run(runtime, requests()[:1])  # a prefix to reuse
-    expected, found = (run(runtime, requests(return_log_probs=True)) for runtime in (plain, guessing))
+    policy, without = plain
+    guessing = ask(engines(draft, **settings), policy)
+    expected, found = without.first, guessing.first
     assert answers(found) == answers(expected)
     for name, own in expected.items():
         theirs = [value for output in found[name] for value in output.log_probs]
         np.testing.assert_allclose(theirs, [value for output in own for value in output.log_probs], atol=1e-4)
-    stats = guessing.stats()
+    stats = guessing.runtime.stats()
     assert stats["kv_reused_blocks"] > 0
     assert stats["kv_used_blocks"] == 0
     # A token that was accepted is one step less of its request.
     steps = sum(len(own) for own in expected.values()) - sum(len(own) for own in found.values())
     assert 0 < steps <= stats["accepted_draft_tokens"] <= stats["draft_tokens"]
     # Blocks that drafts were written to serve later requests.
-    again = [Request(id=n, prompt=p + tuple(answers(found)[(n, 0)][0]), max_tokens=9) for n, p in enumerate(PROMPTS)]
-    assert answers(run(guessing, again)) == answers(run(plain, again))
+    assert answers(guessing.again) == answers(without.again)
 
 
 def test_the_model_itself_as_draft_is_accepted_always(engines: Callable[..., Path]) -> None:

@@ -8,14 +8,8 @@ from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.quantization import (
-    KvCacheQuantAlgo,
-    Precision,
-    QuantAlgo,
-    find_recipe,
-    parse_float,
-    resolve_precision,
-)
+from trtpipe.engines.precision import Precision, find_recipe, parse_float, resolve_precision
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 
 CPU = GpuSpec(name="cpu", sm=None)
 RECIPES = load_quant_recipes()

@@ -1,0 +1,131 @@
+"""The gateway's own processes: workers that share a port, certificates, failures of a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.gateways import CHAT, chat
+from tests.unit.gateway.conftest import options
+from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.pipeline.gateway import process
+from trtpipe.pipeline.gateway.supervisor import Gateway
+
+# A gateway makes prompts in processes of its own.
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.loopback
+def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path) -> None:
+    import threading
+
+    gateway = Gateway.start(options(folder, port=0, workers=2), tmp_path / "log")
+    watching = threading.Thread(target=gateway.watch)
+    watching.start()
+    try:
+        for _ in range(10):
+            assert httpx.get(f"{gateway.url}/health/live", trust_env=False).status_code == 200
+        assert httpx.get(f"{gateway.url}/health/ready", trust_env=False, timeout=20).status_code == 503
+        with pytest.raises(HostError, match="cannot be taken"):
+            Gateway.start(options(folder, port=gateway.options.port))
+        killed = gateway.pids[0]
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while gateway.pids[0] == killed:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        asked = json.dumps(chat("in confidence"))
+        for _ in range(5):
+            answer = httpx.post(f"{gateway.url}{CHAT}", content=asked, trust_env=False, timeout=20)
+            assert answer.status_code == 503
+    finally:
+        gateway.stop()
+        watching.join()
+    assert "in confidence" not in (tmp_path / "log").read_text()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{gateway.url}/health/live", trust_env=False)
+
+
+@pytest.mark.loopback
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_a_gateway_with_a_certificate_serves_https(folder: Path, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    gateway = Gateway.start(options(folder, port=0, tls_cert=cert, tls_key=key))
+    try:
+        trusting = ssl.create_default_context(cafile=cert)
+        assert gateway.url.startswith("https://")
+        assert httpx.get(f"{gateway.url}/health/live", verify=trusting, trust_env=False).text == "live\n"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{gateway.options.port}/health/live", trust_env=False)
+    finally:
+        gateway.stop()
+
+
+@pytest.mark.loopback
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InputDataError, match=r"^.* holds no tokenizer that can be read") as caught:
+        Gateway.start(options(tmp_path, port=0))
+    with pytest.raises(InputDataError) as again:
+        process.start(options(tmp_path, port=0), tmp_path / "log")
+    assert str(again.value) == str(caught.value)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.loopback
+def test_a_ctrl_c_while_a_gateway_starts_leaves_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    asleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        started.extend(child.pid for child in psutil.Process().children() if process.alive(child.pid))
+        monkeypatch.setattr(time, "sleep", asleep)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.start(options(folder, port=0), tmp_path / "log")
+    assert len(started) == 1
+    assert not process.alive(started[0])
+
+
+@pytest.mark.loopback
+def test_a_gateway_whose_port_is_taken_says_so_in_its_own_words(folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(HostError) as caught:
+            process.start(options(folder, port=port), tmp_path / "log")
+    assert str(caught.value) == (
+        f"port {port} on 127.0.0.1 cannot be taken: Address already in use; stop what listens there, or choose "
+        "another port"
+    )
+
+
+def test_what_the_command_needs_of_the_gateway_is_light() -> None:
+    script = (
+        "import sys, trtpipe.pipeline.gateway.supervisor;"
+        "print([name for name in ('fastapi', 'uvicorn', 'pydantic', 'tokenizers', 'hpack', 'tritonclient') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
