@@ -4,8 +4,8 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
 
     products    four per layer, over T = context + decoding tokens: time of 2 x T x parameters operations and time to
                 read the weights, joined by a p-norm since neither hides the other completely. Of E experts, k for each
-                token, the parameters of k are computed, and those are read that some token picks: where tokens pick
-                independently, E x (1 - (1 - k / E)^T) on average
+                token, the parameters of k are computed, and those are read that some token picks. Where the GPUs divide
+                the experts instead of each expert, all wait for the one with the most to do: see `routing`
     attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half)
     cache       of decoding: bytes of the KV cache that are read. Where every head has keys and values of its own in 8
                 bits, the kernel that decodes them before use is bound by values a second instead
@@ -35,6 +35,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.memory import mlp_width, weight_bytes
+from trtpipe.pipeline.planner.routing import Routing
 
 # Operand type of matrix products of an unquantized model.
 KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
@@ -76,7 +77,9 @@ class Counts:
     parameters    those that compute a token
     weight_bytes  what every step reads; experts are apart
     expert_bytes  of all experts
-    picked        share of the experts that compute a token
+    expert_parameters  those of the experts among `parameters`
+    routing       experts that a step needs
+    inputs        input features of the products of all layers, added up
     values        numbers of the KV cache per token, where every head has its own in 8 bits, else 0
     kind          operand type of the products; `kind16` that of an unquantized model
     """
@@ -85,7 +88,9 @@ class Counts:
     parameters: int
     weight_bytes: int
     expert_bytes: int
-    picked: float
+    expert_parameters: int
+    routing: Routing
+    inputs: int
     head_parameters: int
     head_bytes: int
     token_bytes: int
@@ -103,16 +108,18 @@ class Counts:
 class StepCost:
     """Step cost of one engine on one kind of GPU. Made by `of`. Takes numbers or numpy arrays.
 
-    Seconds: of a token's products and reading all weights, of the experts, of a unit of the prompts' attention, of a
-    cached token, of a token's elementwise passes, of a step's all-reduces and a token's part of them, in one shot and
-    as a ring, of a sequence's row of the head and reading the head, of a sequence besides, and of a step whatever it
-    computes.
+    Seconds: of a token's products and the experts' part of them, of what the last waves of a step's products leave
+    empty, of reading all weights, of the experts, of a unit of the prompts' attention, of a cached token, of a token's
+    elementwise passes, of a step's all-reduces and a token's part of them, in one shot and as a ring, of a sequence's
+    row of the head and reading the head, of a sequence besides, and of a step whatever it computes.
     """
 
     counts: Counts
     gpu: GpuSpec
     efficiency: Efficiency
     token_s: float
+    expert_token_s: float
+    tail_s: float
     weights_s: float
     experts_s: float
     work_s: float
@@ -147,7 +154,7 @@ class StepCost:
     def parts(self, step: Step) -> Parts:
         tokens = step.context + step.decoding
         return Parts(
-            products=self._roof(tokens * self.token_s, self.reading(tokens)),
+            products=self._roof(self.computing(tokens), self.reading(tokens)),
             attention=step.work * self.work_s,
             cache=step.cached * self.cached_s,
             elementwise=tokens * self.elementwise_s,
@@ -156,11 +163,17 @@ class StepCost:
             overhead=self.fixed_s + self.request_s * step.logits,
         )
 
+    def computing(self, tokens: Any) -> Any:
+        """Seconds in which the products of a step of `tokens` are computed."""
+        seconds, routing = tokens * self.token_s, self.counts.routing
+        if routing.groups > 1:
+            seconds = seconds + (routing.computed(tokens) - tokens) * self.expert_token_s
+        # What the last waves leave empty counts where there are several.
+        return seconds + self.tail_s * seconds / (self.tail_s + seconds)
+
     def reading(self, tokens: Any) -> Any:
         """Seconds in which the weights are read that a step of `tokens` needs, on average."""
-        if not self.experts_s:
-            return self.weights_s
-        return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
+        return self.weights_s + self.experts_s * self.counts.routing.read(tokens)
 
     def seconds(self, step: Step) -> Any:
         return sum(self.parts(step))
@@ -187,6 +200,8 @@ def _count(
     experts = model.experts
     scores = 0 if experts is None else experts.count
     parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
+    of_pair = 0 if experts is None else 3 * layers * model.hidden_size * mlp_width(model) // tp
+    down = model.intermediate_size // tp if experts is None else experts.intermediate_size // mapping.moe_tp_size
     head = model.vocab_size * model.hidden_size // tp
     wide = 4 if dtype is DataType.FLOAT32 else 2
     # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
@@ -205,7 +220,9 @@ def _count(
         parameters=parameters,
         weight_bytes=max(weights, 1),
         expert_bytes=of_experts,
-        picked=1.0 if experts is None else experts.top_k / experts.count,
+        expert_parameters=of_pair,
+        routing=Routing.of(model, mapping),
+        inputs=layers * (2 * model.hidden_size + model.num_attention_heads * model.head_size // tp + down),
         head_parameters=head,
         head_bytes=head * wide,
         token_bytes=token,
@@ -232,9 +249,12 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         cached = max(cached, counts.values / (flops16 * how.own_heads))
     reduce, number = all_reduce(gpu, tp, how), 2 * layers
     sent = number * counts.hidden * 2 * slower / (how.allreduce_share if linked(gpu, tp) else 1.0)
+    products = how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)
     return StepCost(
         counts=counts, gpu=gpu, efficiency=how,
-        token_s=2 * counts.parameters / (how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)) * slower,
+        token_s=2 * counts.parameters / products * slower,
+        expert_token_s=2 * counts.expert_parameters / products * slower,
+        tail_s=2 * counts.inputs * how.tail / products * slower,
         weights_s=counts.weight_bytes / reading,
         experts_s=counts.expert_bytes / reading,
         work_s=4 * counts.attention_width / (flops16 * how.prompt(gpu.sm, counts.kind_attention)) * slower,
@@ -273,9 +293,10 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
         return AllReduce(0.0, 0.0, 0.0, 0.0)
     passes = 2 * (tp - 1) / tp
     if linked(gpu, tp):
+        assert gpu.sm is not None
         link = efficiency.nvlink_bandwidth(gpu)
         return AllReduce(
-            efficiency.allreduce_s, (tp - 1) / (link * efficiency.one_shot),
+            efficiency.allreduce_s * efficiency.starting(gpu.sm), (tp - 1) / (link * efficiency.one_shot),
             efficiency.ring_s, passes / (link * efficiency.nvlink),
         )  # fmt: skip
     start = efficiency.ring_s * tp / 2

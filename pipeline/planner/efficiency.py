@@ -30,6 +30,7 @@ class Efficiency:
     sharpness      exponent of the norm that joins compute and bandwidth time of a product: 1 adds them, infinity takes
                    the larger
     allreduce_s    seconds of a one-shot all-reduce over NVLink besides its bytes
+    starts         factor on that by SM: GPUs of SM80 wait for one another's flags
     one_shot       share of the link's bandwidth at which a one-shot all-reduce reads
     ring_s         seconds of a ring all-reduce of two GPUs besides its bytes
     nvlink         share of the link's bandwidth in a ring all-reduce
@@ -39,6 +40,8 @@ class Efficiency:
                    different times
     pcie           share of PCIe's bandwidth in an all-reduce, by number of GPUs: a guess where nothing was measured,
                    since it depends on the host's switches and sockets
+    tail           numbers of a large product's result that are computed at once by half of a GPU: on average the last
+                   wave of thread blocks leaves so many places empty
     elementwise    number of passes over a token's activations between products
     step_s         seconds of a step besides its layers
     layer_s        seconds of a layer besides its work: kernels start and end
@@ -65,6 +68,8 @@ class Efficiency:
     nvlink: float
     allreduce_share: float
     pcie: dict[int, float]
+    starts: dict[int, float]
+    tail: float
     elementwise: float
     step_s: float
     layer_s: float
@@ -112,6 +117,10 @@ class Efficiency:
     def prompt(self, sm: int, kind: str) -> float:
         """Share of FP16 TFLOPS in the prompt's attention, likewise."""
         return _nearest(self.attention, sm, kind)
+
+    def starting(self, sm: int) -> float:
+        """Factor on `allreduce_s`, for this SM or the nearest that was measured."""
+        return self.starts[min(self.starts, key=lambda one: (abs(one - sm), one))]
 
     def pcie_share(self, tp: int) -> float:
         return self.pcie[min((known for known in self.pcie if known >= tp), default=max(self.pcie))]

@@ -32,7 +32,7 @@ KEEPS_UP = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A way to serve a model: `tp` GPUs of one kind in one precision, with the sizes that its engine is built for.
+    """A way to serve a model: GPUs of one kind in one precision, with the sizes that its engine is built for.
 
     drafts      draft tokens of each sequence in a step
     acceptance  share of them that is accepted; each saves a step of its sequence
@@ -41,7 +41,7 @@ class Option:
     model: ModelConfig
     gpu: GpuSpec
     precision: Precision
-    tp: int
+    mapping: Mapping
     limits: Limits
     memory: Memory
     cost: StepCost
@@ -56,7 +56,7 @@ class Option:
         model: ModelConfig,
         gpu: GpuSpec,
         precision: Precision,
-        tp: int,
+        mapping: Mapping,
         lengths: Lengths,
         efficiency: Efficiency,
         limits: Limits | None = None,
@@ -67,7 +67,6 @@ class Option:
         """Make an option with `limits`, or with sizes that suit `lengths` and `adapters`. Raises UsageError for an
         impossible one."""
         made = quantization(precision)
-        mapping = Mapping(tp_size=tp)
         chosen = limits or sizes(
             model, precision.dtype, mapping, made, gpu, lengths, efficiency, adapters=adapters
         )  # fmt: skip
@@ -77,8 +76,14 @@ class Option:
             reading = found.adapters / (efficiency.bandwidth(gpu) * efficiency.weights)
             cost = replace(cost, fixed_s=cost.fixed_s + reading)
         return cls(
-            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found, cost=cost, chunked=chunked
-        )
+            model=model, gpu=gpu, precision=precision, mapping=mapping, limits=chosen, memory=found, cost=cost,
+            chunked=chunked,
+        )  # fmt: skip
+
+    @property
+    def tp(self) -> int:
+        """GPUs of the engine."""
+        return self.mapping.tp_size
 
     @property
     def confidence(self) -> tuple[dict[str, float], bool]:
@@ -159,7 +164,7 @@ def bounds(cost: StepCost, step: Step) -> dict[str, float]:
     """Seconds of a step by what bounds it: compute, weights, kv, all-reduce, overhead."""
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
-    compute, reading = tokens * cost.token_s, cost.reading(tokens)
+    compute, reading = cost.computing(tokens), cost.reading(tokens)
     products = parts.products + parts.head
     return {
         "compute": products * compute / (compute + reading) + parts.attention,

@@ -113,7 +113,7 @@ def preparation(
     compared. `hourly` is the price of the option's GPUs together."""
     model, precision, tp = option.model, option.precision, option.tp
     coded = quantization(precision)
-    checkpoint = checkpoint_bytes(model, precision.dtype, Mapping(tp_size=tp), coded)
+    checkpoint = checkpoint_bytes(model, precision.dtype, option.mapping, coded)
     source = checkpoint if stored else checkpoint_bytes(model, precision.dtype, Mapping(), UNQUANTIZED)
     # Seconds of a token: one GPU computes all layers, in 16 bits.
     counts, how, gpu = option.cost.counts, option.cost.efficiency, option.gpu
