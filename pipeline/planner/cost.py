@@ -17,7 +17,8 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
                 NVLink TensorRT-LLM and vLLM take the shorter of two: one shot, in which a GPU reads the values of all
                 others, (tp - 1) x bytes; or a ring, 2 x (tp - 1) / tp x bytes after a longer start. Over PCIe a ring,
                 whose start grows with the number of GPUs
-    overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per sequence
+    overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per layer with experts
+                (scores, sorting of the rows by expert, and adding up), per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
 (arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
@@ -79,7 +80,6 @@ class Counts:
     expert_bytes  of all experts
     expert_parameters  those of the experts among `parameters`
     routing       experts that a step needs
-    inputs        input features of the products of all layers, added up
     values        numbers of the KV cache per token, where every head has its own in 8 bits, else 0
     kind          operand type of the products; `kind16` that of an unquantized model
     """
@@ -90,7 +90,6 @@ class Counts:
     expert_bytes: int
     expert_parameters: int
     routing: Routing
-    inputs: int
     head_parameters: int
     head_bytes: int
     token_bytes: int
@@ -108,10 +107,10 @@ class Counts:
 class StepCost:
     """Step cost of one engine on one kind of GPU. Made by `of`. Takes numbers or numpy arrays.
 
-    Seconds: of a token's products and the experts' part of them, of what the last waves of a step's products leave
-    empty, of reading all weights, of the experts, of a unit of the prompts' attention, of a cached token, of a token's
-    elementwise passes, of a step's all-reduces and a token's part of them, in one shot and as a ring, of a sequence's
-    row of the head and reading the head, of a sequence besides, and of a step whatever it computes.
+    Seconds: of a token's products and the experts' part of them, of reading all weights, of the experts, of a unit of
+    the prompts' attention, of a cached token, of a token's elementwise passes, of a step's all-reduces and a token's
+    part of them, in one shot and as a ring, of a sequence's row of the head and reading the head, of a sequence
+    besides, and of a step whatever it computes.
     """
 
     counts: Counts
@@ -119,7 +118,6 @@ class StepCost:
     efficiency: Efficiency
     token_s: float
     expert_token_s: float
-    tail_s: float
     weights_s: float
     experts_s: float
     work_s: float
@@ -152,28 +150,35 @@ class StepCost:
         return _under(self.counts, self.gpu, efficiency)
 
     def parts(self, step: Step) -> Parts:
-        tokens = step.context + step.decoding
+        products, elementwise, allreduce = self.of_tokens(step.context + step.decoding)
+        head, overhead = self.of_logits(step.logits)
         return Parts(
-            products=self._roof(self.computing(tokens), self.reading(tokens)),
-            attention=step.work * self.work_s,
-            cache=step.cached * self.cached_s,
-            elementwise=tokens * self.elementwise_s,
-            head=self._roof(step.logits * self.head_row_s, self.head_s),
-            allreduce=self._allreduce(tokens),
-            overhead=self.fixed_s + self.request_s * step.logits,
-        )
+            products, step.work * self.work_s, step.cached * self.cached_s, elementwise, head, allreduce, overhead
+        )  # fmt: skip
+
+    def of_tokens(self, tokens: Any) -> tuple[Any, Any, Any]:
+        """Seconds of a step's products, elementwise passes and all-reduces, which depend on its tokens alone."""
+        products = self._roof(self.computing(tokens), self.reading(tokens))
+        return products, tokens * self.elementwise_s, self._allreduce(tokens)
+
+    def of_logits(self, logits: Any) -> tuple[Any, Any]:
+        """Seconds of the head and the overhead, which depend on the sequences that get a token."""
+        return self._roof(logits * self.head_row_s, self.head_s), self.fixed_s + self.request_s * logits
 
     def computing(self, tokens: Any) -> Any:
         """Seconds in which the products of a step of `tokens` are computed."""
         seconds, routing = tokens * self.token_s, self.counts.routing
-        if routing.groups > 1:
-            seconds = seconds + (routing.computed(tokens) - tokens) * self.expert_token_s
-        # What the last waves leave empty counts where there are several.
-        return seconds + self.tail_s * seconds / (self.tail_s + seconds)
+        if routing.groups == 1:
+            return seconds
+        return seconds + (routing.computed(tokens) - tokens) * self.expert_token_s
 
     def reading(self, tokens: Any) -> Any:
         """Seconds in which the weights are read that a step of `tokens` needs, on average."""
-        return self.weights_s + self.experts_s * self.counts.routing.read(tokens)
+        routing = self.counts.routing
+        experts = self.experts_s * routing.read(tokens)
+        if self.efficiency.again:
+            experts = experts * routing.blocks(tokens) ** self.efficiency.again
+        return self.weights_s + experts
 
     def seconds(self, step: Step) -> Any:
         return sum(self.parts(step))
@@ -191,6 +196,31 @@ class StepCost:
         return (compute**power + memory**power) ** (1 / power)
 
 
+class Stopwatch:
+    """Seconds of steps of one engine. What depends on the tokens or the sequences of a step alone is computed once for
+    each number of them: simulations ask for the same ones again and again."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost, self._work_s, self._cached_s = cost, cost.work_s, cost.cached_s
+        self._of_tokens: dict[float, tuple[float, float, float]] = {}
+        self._of_logits: dict[float, tuple[float, float]] = {}
+
+    def __call__(self, step: Step) -> float:
+        context, decoding, cached, work, logits = step
+        tokens = context + decoding
+        of_tokens, of_logits = self._of_tokens.get(tokens), self._of_logits.get(logits)
+        if of_tokens is None:
+            products, elementwise, allreduce = map(float, self._cost.of_tokens(tokens))
+            of_tokens = self._of_tokens[tokens] = products, elementwise, allreduce
+        if of_logits is None:
+            head, overhead = map(float, self._cost.of_logits(logits))
+            of_logits = self._of_logits[logits] = head, overhead
+        products, elementwise, allreduce = of_tokens
+        head, overhead = of_logits
+        # In the order of `Parts`, so that the sum is the same to the last digit.
+        return products + work * self._work_s + cached * self._cached_s + elementwise + head + allreduce + overhead
+
+
 def _count(
     model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization, gpu: GpuSpec
 ) -> Counts:  # fmt: skip
@@ -201,7 +231,6 @@ def _count(
     scores = 0 if experts is None else experts.count
     parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
     of_pair = 0 if experts is None else 3 * layers * model.hidden_size * mlp_width(model) // tp
-    down = model.intermediate_size // tp if experts is None else experts.intermediate_size // mapping.moe_tp_size
     head = model.vocab_size * model.hidden_size // tp
     wide = 4 if dtype is DataType.FLOAT32 else 2
     # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
@@ -222,7 +251,6 @@ def _count(
         expert_bytes=of_experts,
         expert_parameters=of_pair,
         routing=Routing.of(model, mapping),
-        inputs=layers * (2 * model.hidden_size + model.num_attention_heads * model.head_size // tp + down),
         head_parameters=head,
         head_bytes=head * wide,
         token_bytes=token,
@@ -254,7 +282,6 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         counts=counts, gpu=gpu, efficiency=how,
         token_s=2 * counts.parameters / products * slower,
         expert_token_s=2 * counts.expert_parameters / products * slower,
-        tail_s=2 * counts.inputs * how.tail / products * slower,
         weights_s=counts.weight_bytes / reading,
         experts_s=counts.expert_bytes / reading,
         work_s=4 * counts.attention_width / (flops16 * how.prompt(gpu.sm, counts.kind_attention)) * slower,
@@ -267,7 +294,7 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         ring_s=number * reduce.ring_s,
         ring_token_s=sent * reduce.ring_byte_s,
         request_s=how.request_s * slower,
-        fixed_s=how.step_s + how.layer_s * layers,
+        fixed_s=how.step_s + (how.layer_s + (how.routing_s if counts.expert_bytes else 0.0)) * layers,
     )  # fmt: skip
 
 

@@ -102,7 +102,8 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     alike = [
         one
         for one in found.candidates
-        if one.option is not None and one.tp <= gpus
+        if one.option is not None
+        and one.tp <= gpus
         and (one.gpu.name, one.dtype, one.moe_ep > 1) == (best.gpu.name, best.dtype, best.moe_ep > 1)
     ]
     longest = found.lengths.longest_input

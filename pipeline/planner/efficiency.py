@@ -35,13 +35,16 @@ class Efficiency:
     ring_s         seconds of a ring all-reduce of two GPUs besides its bytes
     nvlink         share of the link's bandwidth in a ring all-reduce
 
+    routing_s      seconds of a layer with experts for the kernels besides its products
+    again          exponent of the blocks of an expert's rows in the reading of its weights: 1 where each block reads all
+                   of them, 1/2 where blocks are computed in squares of rows and columns that share what they read, 0
+                   where all blocks are computed beside one another
+
     Fitted to published runs:
     allreduce_share  share of an all-reduce's speed over NVLink that is left inside an engine, where ranks come at
                    different times
     pcie           share of PCIe's bandwidth in an all-reduce, by number of GPUs: a guess where nothing was measured,
                    since it depends on the host's switches and sockets
-    tail           numbers of a large product's result that are computed at once by half of a GPU: on average the last
-                   wave of thread blocks leaves so many places empty
     elementwise    number of passes over a token's activations between products
     step_s         seconds of a step besides its layers
     layer_s        seconds of a layer besides its work: kernels start and end
@@ -69,8 +72,8 @@ class Efficiency:
     allreduce_share: float
     pcie: dict[int, float]
     starts: dict[int, float]
-    tail: float
     elementwise: float
+    routing_s: float
     step_s: float
     layer_s: float
     request_s: float
@@ -84,6 +87,7 @@ class Efficiency:
     errors: dict[str, dict[str, float]]
     slower: float = 1.0
     ahead: float = 0
+    again: float = 0.0
     runtime: str = "tensorrt_llm"
 
     def of(self, runtime: str, release: str | None = None) -> Efficiency:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization
 from trtpipe.pipeline.bench.results.slo import Objective
-from trtpipe.pipeline.planner.cost import Parts, Step, StepCost
+from trtpipe.pipeline.planner.cost import Parts, Step, StepCost, Stopwatch
 from trtpipe.pipeline.planner.demand import REQUESTS, Demand, Follow
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
@@ -99,10 +100,17 @@ class Option:
             ahead=bool(self.cost.efficiency.ahead),
         )  # fmt: skip
 
-    def seconds(self, step: Step) -> float:
+    @functools.cached_property
+    def seconds(self) -> Callable[[Step], float]:
+        """How long a step takes."""
+        whole = Stopwatch(self.cost)
+        return whole if self.window is None and not self.drafts else functools.partial(self._changed, whole)
+
+    def _changed(self, whole: Stopwatch, step: Step) -> float:
+        """With a window or drafts."""
         if self.window is not None:
             step = step._replace(cached=min(step.cached, self.window * step.decoding))
-        seconds = float(self.cost.seconds(step))
+        seconds = whole(step)
         if not self.drafts or not step.decoding:
             return seconds
         # A simulated step gives each sequence one token. One with drafts gives it several, and computes each draft as
@@ -110,8 +118,7 @@ class Option:
         n, rows = step.decoding, 1 + self.drafts
         plain = step._replace(context=0, work=0, logits=n)
         guessed = plain._replace(decoding=n * rows, logits=n * rows)
-        per_token = float(self.cost.seconds(guessed)) / (1 + self.drafts * self.acceptance)
-        return seconds - float(self.cost.seconds(plain)) + per_token
+        return seconds - whole(plain) + whole(guessed) / (1 + self.drafts * self.acceptance)
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""

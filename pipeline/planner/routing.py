@@ -1,17 +1,23 @@
 """Experts that a step reads and computes on the GPU that has most of them to do.
 
-A router picks k of E experts for each token: here at random, all alike, each token by itself. Trained routers are made
-to come near that; one that prefers some experts makes a step slower than is said here. Of T tokens
+A router picks k of E experts for each token, here at random, each token by itself. Of T tokens
 
-    an expert is picked by none with probability q = (1 - k / E)^T, and two are with r = ((E - k) (E - k - 1) / E (E - 1))^T
-    a GPU with n = E / ep whole experts (or parts of them) reads n (1 - q) of them on average, and computes T k / ep rows
+    q = (1 - k / E)^T                              is the probability that none picks an expert,
+    r = ((E - k) (E - k - 1) / (E (E - 1)))^T      that none picks either of two
+    n (1 - q)                                      experts a GPU with n = E / ep of them reads, on average
+    T k / ep                                       rows it computes, on average
 
-A step waits for the GPU with the most of either. The counts of the ep groups are alike and hang together (their sums are
-given), so that the largest is expected z sqrt(variance - covariance) above their mean, where z is the expected largest of
-ep independent standard normal numbers: z sqrt(n (q - r)) experts, and z sqrt(n T k (E - k) / (E (E - 1))) rows. For one
-token of Mixtral on four GPUs that is 1.17 experts, where counting gives 8/7.
+A step waits for the GPU with the most of either. The counts of the ep groups are alike and hang together, since their sum
+is given: the largest is expected z sqrt(variance - covariance) above the mean, where z is the expected largest of ep
+independent standard normal numbers. That is z sqrt(n (q - r)) experts. Rows also differ because a router prefers some
+experts, in whose share of the tokens SKEW is the standard deviation over the mean: z sqrt(n (T k (E - k) / (E (E - 1)) +
+(T SKEW k / E)^2 E / (E - 1))) rows. For one token of Mixtral on four GPUs 1.17 experts are read, where counting gives 8/7.
 
-Source: order statistics of equicorrelated normal numbers (David and Nagaraja, Order Statistics, 3rd ed., section 5.3).
+An expert's rows are computed in blocks of 64, of which the last is half full on average. How often the weights are read
+for them depends on the kernel: see `again` in `efficiency`.
+
+Sources: the largest of equally correlated normal numbers, David and Nagaraja, Order Statistics (3rd ed.), section 5.3;
+SKEW, the shares of the experts in figure 7 of Mixtral's paper (arXiv 2401.04088), read off.
 """
 
 from __future__ import annotations
@@ -27,6 +33,12 @@ from trtpipe.engines.base import Mapping
 from trtpipe.engines.model_config import ModelConfig
 
 
+# Standard deviation over mean of an expert's share of the tokens.
+SKEW = 0.3
+# Rows of a block.
+BLOCK = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """Experts of a layer and how the GPUs divide them. Without experts the MLP is one, which each token picks.
@@ -35,7 +47,7 @@ class Routing:
     missed_two  that it picks neither of two
     held        experts of a GPU, or parts of as many
     groups      groups of GPUs that divide the experts: ep
-    rows        variance of a GPU's rows less their covariance, for each token
+    rows        variance of a GPU's rows less their covariance, for each token; `preferred` for the square of tokens
     most        expected largest of `groups` standard normal numbers
     picked      experts of a token
     """
@@ -45,6 +57,7 @@ class Routing:
     held: int = 1
     groups: int = 1
     rows: float = 0.0
+    preferred: float = 0.0
     most: float = 0.0
     picked: int = 1
 
@@ -56,7 +69,8 @@ class Routing:
         held, pairs = number // groups, number * max(number - 1, 1)
         return cls(
             missed=1 - picked / number, missed_two=(number - picked) * (number - picked - 1) / pairs, held=held,
-            groups=groups, rows=held * picked * (number - picked) / pairs, most=largest(groups), picked=picked,
+            groups=groups, rows=held * picked * (number - picked) / pairs,
+            preferred=held * (SKEW * picked) ** 2 / pairs, most=largest(groups), picked=picked,
         )  # fmt: skip
 
     def read(self, tokens: Any) -> Any:
@@ -71,7 +85,12 @@ class Routing:
         if self.groups == 1:
             return tokens
         even, most = tokens * self.picked / self.groups, tokens * min(self.picked, self.held)
-        return tokens * np.minimum(most, even + self.most * np.sqrt(self.rows * tokens)) / np.maximum(even, 1e-9)
+        spread = np.sqrt(self.rows * tokens + self.preferred * tokens**2)
+        return np.minimum(most, even + self.most * spread) * self.groups / self.picked
+
+    def blocks(self, tokens: Any) -> Any:
+        """Blocks of rows of an expert that some token picks."""
+        return np.maximum(1.0, tokens * (1 - self.missed) / BLOCK + 0.5)
 
 
 @functools.cache

@@ -22,7 +22,13 @@ LIMITS = Limits(max_batch_size=512, max_num_tokens=8192)
 
 
 def together(
-    gpu: str, dtype: str, runtime: str, levels: Sequence[int], *, model: str = "llama3-8b", tp: int = 1,
+    gpu: str,
+    dtype: str,
+    runtime: str,
+    levels: Sequence[int],
+    *,
+    model: str = "llama3-8b",
+    tp: int = 1,
     ep: int = 1,
 ) -> dict[str, Any]:
     """Output tokens a second and the median time to the first token, of what loop.waves measures."""
@@ -31,7 +37,13 @@ def together(
     precision = resolve_precision(dtype, card, facts.load_quant_recipes(), runtime=runtime)
     demand = Demand(Work(input_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
     option = Option.make(
-        shape, card, precision, Mapping(tp_size=tp, moe_ep_size=ep), demand.lengths(), load_efficiency().of(runtime), LIMITS
+        shape,
+        card,
+        precision,
+        Mapping(tp_size=tp, moe_ep_size=ep),
+        demand.lengths(),
+        load_efficiency().of(runtime),
+        LIMITS,
     )
     found = {str(level): option.waves(demand, level, WAVES) for level in levels}
     return {

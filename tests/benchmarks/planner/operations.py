@@ -67,9 +67,7 @@ def _operation(one: dict[str, Any], how: Efficiency) -> float:
     gpu = _card(one["gpu"])
     assert gpu.sm is not None
     if one["what"] == "BF16 product":
-        speed = how.flops(gpu, "bf16") * how.product(gpu.sm, "bf16")
-        compute, tail = 2 * one["m"] * one["n"] * one["k"] / speed, 2 * one["k"] * how.tail / speed
-        compute += tail * compute / (tail + compute)
+        compute = 2 * one["m"] * one["n"] * one["k"] / (how.flops(gpu, "bf16") * how.product(gpu.sm, "bf16"))
         reading = one["n"] * one["k"] * 2 / (how.bandwidth(gpu) * how.weights)
         return float((compute**how.sharpness + reading**how.sharpness) ** (1 / how.sharpness)) + PRODUCT_STARTS
     if "bytes" in one:
