@@ -72,7 +72,8 @@ def plan(
     question = Question(
         model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
-        tps=tps, moe_tps=moe_tps, moe_eps=moe_eps, rate=rate, runtime=runtime, release=facts.find_toolchain(toolchain).name,
+        tps=tps, moe_tps=moe_tps, moe_eps=moe_eps, rate=rate, runtime=runtime,
+        release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         took=recorded(default_home()),
         adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),

@@ -36,7 +36,7 @@ class Efficiency:
     nvlink         share of the link's bandwidth in a ring all-reduce
 
     routing_s      seconds of a layer with experts for the kernels besides its products
-    again          exponent of the blocks of an expert's rows in the reading of its weights: 1 where each block reads all
+    again          exponent of the blocks of an expert's rows in the reading of its weights: 1 where each reads all
                    of them, 1/2 where blocks are computed in squares of rows and columns that share what they read, 0
                    where all blocks are computed beside one another
 

@@ -181,8 +181,8 @@ def _figures(option: Option, demand: Demand) -> tuple[float, float, float]:
 
 def _adapted(option: Option, lengths: Lengths) -> Option:
     return Option.make(
-        option.model, option.gpu, option.precision, option.mapping, lengths, option.cost.efficiency, chunked=option.chunked,
-        adapters=ADAPTERS,
+        option.model, option.gpu, option.precision, option.mapping, lengths, option.cost.efficiency,
+        chunked=option.chunked, adapters=ADAPTERS,
     )  # fmt: skip
 
 

@@ -91,11 +91,13 @@ def report(
 
 
 def _before() -> list[str]:
-    """Table of our own GPU runs: what was predicted before each run, and what is predicted now, beside the measured."""
+    """Table of our own GPU runs: what was predicted before each run, what is predicted now, and what was measured."""
     lines = [
-        "vLLM 0.25 in its own process on our [H100](h100.md) and [four H100s](h100-x4.md), 128 in and out, all requests "
-        "starting together: what the planner said before the run, by the fit of that day, and what it says now. Before "
-        "it knew no experts of which a GPU has whole ones (ep): it took each to be divided among the GPUs.",
+        "vLLM 0.25 in its own process on our [H100](h100.md) and [four H100s](h100-x4.md), 128 in and out, all "
+        "requests starting together: what the planner said before the run, by the fit of that day, and what it says "
+        "now. Of Mixtral with ep it said what it says of tp alone, since it knew no GPUs with whole experts. Its "
+        "weights are random here, and their router prefers some experts more than a trained one: with ep a GPU that "
+        "has those waits for nobody, and all wait for it.",
         "",
         "| engine | at once | tokens/s: measured | said before | error | now | error | TTFT ms: measured | said before "
         "| error | now | error |",
