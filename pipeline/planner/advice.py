@@ -331,18 +331,19 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     """Highest rate of clients per second within the objectives, by bisection, and its prediction; None where the rate
     is below a hundredth of what the engine could do without objectives.
     """
-    full = option.full(demand, shares=not objectives)
+    full = option.full(demand)
     if not objectives:
         return full.requests_per_s / demand.turns, full
-    low, high = 0.0, full.requests_per_s / demand.turns
+    low, high, best = 0.0, full.requests_per_s / demand.turns, None
     least = high / 100
     while high - low > max(PRECISION * high, least):
         rate = (low + high) / 2
-        if option.at(demand, rate, shares=False).meets(objectives):
-            low = rate
+        found = option.at(demand, rate)
+        if found.meets(objectives):
+            low, best = rate, found
         else:
             high = rate
-    return (low, option.at(demand, low)) if low else None
+    return None if best is None else (low, best)
 
 
 def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:

@@ -193,7 +193,7 @@ def _simulated(figure: MeasuredRun, made: Option) -> Prediction:
         clients, in_step = figure.concurrency, figure.clients == "in_step"
         first, follow = closed_loop(_asked(figure, max(40, 4 * clients)), clients, front, in_step=in_step)
         timeline = simulate(first, made.places, made.seconds, follow=follow)
-        return Prediction.of(timeline, None, front, {}, clients, in_step=in_step)
+        return Prediction.of(timeline, None, front, clients, in_step=in_step)
     if figure.requests_per_s is not None:
         asked = _asked(figure, figure.requests or AT_A_RATE)
         gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, len(asked))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -125,21 +125,21 @@ class Option:
         if shortage := self.memory.shortage(longest, self.tp):
             raise UsageError(shortage)
 
-    def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
-        """Predict `rate` clients per second. Without `shares`, which are not computed then, it takes half the time."""
+    def at(self, demand: Demand, rate: float) -> Prediction:
+        """Predict `rate` clients per second."""
         offered, count = rate * demand.turns, REQUESTS
         while True:
-            found = self._predict(demand.requests(rate, count), None, offered, shares)
+            found = self._predict(demand.requests(rate, count), None, offered)
             # A run must be several times as long as a request, or it ends before the batch has filled.
             needed = min(MOST_REQUESTS, round(LATENCIES * offered * float(found.latency.mean()) / 1e3))
             if needed <= 1.2 * count:
                 return found
             count = needed
 
-    def together(self, demand: Demand, concurrency: int, *, shares: bool = True) -> Prediction:
+    def together(self, demand: Demand, concurrency: int) -> Prediction:
         """Predict `concurrency` clients, each of which sends its next request as soon as one is answered."""
         asked, follow = demand.together(concurrency, max(40, 4 * concurrency), self.cost.efficiency.front_s)
-        return self._predict(asked, follow, None, shares)
+        return self._predict(asked, follow, None)
 
     def waves(self, demand: Demand, concurrency: int, number: int = 4) -> Prediction:
         """Predict clients that start together and send `number` requests each: the whole run, its start too."""
@@ -147,24 +147,17 @@ class Option:
         asked, follow = demand.together(concurrency, number * concurrency, front, in_step=True)
         return Prediction.whole(simulate(asked, self.places, self.seconds, follow=follow), front)
 
-    def full(self, demand: Demand, *, shares: bool = True) -> Prediction:
+    def full(self, demand: Demand) -> Prediction:
         """Predict as many clients as the batch has slots."""
-        return self.together(demand, self.limits.max_batch_size, shares=shares)
+        return self.together(demand, self.limits.max_batch_size)
 
-    def _predict(
-        self, asked: list[Asked], follow: Follow | None, offered: float | None, with_shares: bool
-    ) -> Prediction:
-        shares: dict[str, float] = {}
-
-        def watch(repeat: int, step: Step) -> None:
-            for name, seconds in bounds(self.cost, step).items():
-                shares[name] = shares.get(name, 0.0) + repeat * seconds
-
-        timeline = simulate(asked, self.places, self.seconds, follow=follow, watch=watch if with_shares else None)
-        total = sum(shares.values())
-        return Prediction.of(
-            timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()}, len(asked)
+    def _predict(self, asked: list[Asked], follow: Follow | None, offered: float | None) -> Prediction:
+        ran: list[tuple[int, Step]] = []
+        timeline = simulate(
+            asked, self.places, self.seconds, follow=follow, watch=lambda repeat, step: ran.append((repeat, step))
         )
+        made = Prediction.of(timeline, offered, self.cost.efficiency.front_s, len(asked))
+        return replace(made, cost=self.cost, ran=ran)
 
 
 def bounds(cost: StepCost, step: Step) -> dict[str, float]:
@@ -196,7 +189,7 @@ class Prediction:
     requests_per_s requests per second, likewise
     in_flight      most sequences at once
     busy           share of the time in which a step ran
-    shares         shares of the busy time, by what bounds it
+    cost, ran      of what `shares` are computed: the engine, and its steps, each with the number of its repetitions
     """
 
     offered: float | None
@@ -209,13 +202,13 @@ class Prediction:
     requests_per_s: float
     in_flight: int
     busy: float
-    shares: dict[str, float] = field(default_factory=dict)
+    cost: StepCost | None = None
+    ran: Sequence[tuple[int, Step]] = ()
 
     @classmethod
     def of(
-        cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float], clients: int,
-        *, in_step: bool = False,
-    ) -> Prediction:  # fmt: skip
+        cls, timeline: Timeline, offered: float | None, front_s: float, clients: int, *, in_step: bool = False
+    ) -> Prediction:
         """`clients` is the number of requests at once of a closed loop, in step or spread. Tokens are counted when they
         come, not when their request ends: in a run of equal requests, whole waves end together inside the window or
         outside it."""
@@ -252,7 +245,6 @@ class Prediction:
             requests_per_s=inside / seconds,
             in_flight=timeline.most,
             busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
-            shares=shares,
         )
 
     @classmethod
@@ -272,6 +264,17 @@ class Prediction:
             output=output, tokens_per_s=float(output.sum() / seconds), requests_per_s=len(output) / seconds,
             in_flight=timeline.most, busy=float(timeline.busy / seconds),
         )  # fmt: skip
+
+    @functools.cached_property
+    def shares(self) -> dict[str, float]:
+        """Shares of the busy time, by what bounds it. Computed when asked for: of most predictions nobody asks."""
+        seconds: dict[str, float] = {}
+        for repeat, step in self.ran:
+            assert self.cost is not None
+            for name, each in bounds(self.cost, step).items():
+                seconds[name] = seconds.get(name, 0.0) + repeat * each
+        total = sum(seconds.values())
+        return {name: each / total for name, each in seconds.items()}
 
     def value(self, objective: Objective) -> float | None:
         """The objective's statistic in ms; None where no request has a value."""

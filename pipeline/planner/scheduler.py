@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -173,35 +173,33 @@ class _Simulation:
                 self._add(more)
 
     def _advance(self) -> None:
-        context, work, begun = self._chunks() if self._prompts else (0, 0.0, [])
+        out, decoding, now = self._out, self._decoding, self._now
+        context, work, begun = self._chunks() if self._prompts else (0, 0.0, ())
         repeat = 1
-        step = Step(context, self._decoding, self._cached, work, self._decoding + len(begun))
+        step = Step(context, decoding, self._cached, work, decoding + len(begun))
         took = self._seconds(step)
         if not context:
             repeat = self._ending[0][0] - self._step
-            if self._coming and not self._waiting:
-                left = self._coming[0][0] - self._now
-                repeat = max(1, min(repeat, ceil(left / took))) if took > 0 else repeat
+            if self._coming and not self._waiting and took > 0:
+                repeat = max(1, min(repeat, ceil((self._coming[0][0] - now) / took)))
             if repeat > 1:
-                step = Step(
-                    context=0, decoding=self._decoding, cached=self._cached + self._decoding * (repeat - 1) / 2,
-                    work=0.0, logits=self._decoding,
-                )  # fmt: skip
+                step = Step(0, decoding, self._cached + decoding * (repeat - 1) / 2, 0.0, decoding)
                 took = self._seconds(step)
         if self._watch is not None:
             self._watch(repeat, step)
-        if self._decoding:
-            self._out.gaps.append((took, repeat * self._decoding))
-        self._now += repeat * took
-        self._seen = self._now - took if self._places.ahead else self._now
-        self._out.busy += repeat * took
-        self._out.steps += repeat
+        if decoding:
+            out.gaps.append((took, repeat * decoding))
+            self._cached += repeat * decoding
+        spell = repeat * took
+        self._now = now = now + spell
+        self._seen = now - took if self._places.ahead else now
+        out.busy += spell
+        out.steps += repeat
         self._step += repeat
-        self._cached += repeat * self._decoding
         for index in begun:
             self._begin(index)
 
-    def _chunks(self) -> tuple[int, float, list[int]]:
+    def _chunks(self) -> tuple[int, float, Sequence[int]]:
         """Prompt tokens read in this step, the work of their attention, and the requests whose prompt ends with it."""
         places, room = self._places, self._places.tokens - self._decoding
         context, work, begun = 0, 0.0, []
