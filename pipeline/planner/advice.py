@@ -334,7 +334,8 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     full = option.full(demand)
     if not objectives:
         return full.requests_per_s / demand.turns, full
-    low, high, best = 0.0, full.requests_per_s / demand.turns, None
+    low, high = 0.0, full.requests_per_s / demand.turns
+    best: Prediction | None = None
     least = high / 100
     while high - low > max(PRECISION * high, least):
         rate = (low + high) / 2

@@ -86,7 +86,7 @@ def _engines(section: str, tree: Any, gpus: int) -> Iterator[tuple[tuple[str, st
     for name, one in tree.items():
         if isinstance(one, dict) and {"predicted", "in_process"} <= one.keys():
             yield ("llama3-8b", name, 1, 1), one
-        for engine, of in one.items() if isinstance(one, dict) else ():
+        for engine, of in (one if isinstance(one, dict) else {}).items():
             found = re.fullmatch(r"vLLM (\S+), tp (\d)(?:, ep (\d))?", engine)
             if found and {"predicted", "in_process"} <= of.keys():
                 yield (name, found[1], int(found[2]), int(found[3] or 1)), of

@@ -50,7 +50,7 @@ def spread(costs: Sequence[StepCost], owner: Any = slice(None)) -> StepCost:
     """The costs of several engines as one, whose coefficients are arrays; `owner` has the place of each value's. None
     of them divides its experts into groups."""
     names = [field.name for field in dataclasses.fields(StepCost) if field.name.endswith("_s")]
-    values = {name: np.array([getattr(cost, name) for cost in costs])[owner] for name in names}
+    values: dict[str, Any] = {name: np.array([getattr(cost, name) for cost in costs])[owner] for name in names}
     routing = Routing(missed=np.array([cost.counts.routing.missed for cost in costs])[owner])
     return replace(costs[0], counts=replace(costs[0].counts, routing=routing), **values)
 
