@@ -218,7 +218,8 @@ class Stopwatch:
         products, elementwise, allreduce = of_tokens
         head, overhead = of_logits
         # In the order of `Parts`, so that the sum is the same to the last digit.
-        return products + work * self._work_s + cached * self._cached_s + elementwise + head + allreduce + overhead
+        seconds: float = products + work * self._work_s + cached * self._cached_s + elementwise + head + allreduce
+        return seconds + overhead
 
 
 def _count(
