@@ -20,6 +20,7 @@ def plan(
     input_tokens: int | str | None = None, output_tokens: int | str | None = None, rate: float | None = None,
     slo: str | Sequence[str] = (), price: Mapping[str, float] | None = None, reuse: bool = False,
     toolchain: str | None = None, adapters: int | None = None, adapter_rank: int = 16,
+    moe_tp: int | Sequence[int] = (), moe_ep: int | Sequence[int] = (),
 ) -> Advice:  # fmt: skip
     """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
 
@@ -36,6 +37,7 @@ def plan(
     reuse          whether the KV cache of shared prefixes is reused
     toolchain      release of TensorRT-LLM; the default one if None
     adapters       LoRA adapters of `adapter_rank` that are in the GPU's memory at once
+    moe_tp, moe_ep  of a model with experts: GPUs that divide each expert, groups of GPUs that divide the experts
 
     Returns candidates, the best first; one without `best` cannot serve this, and `reason` says why. Raises UsageError.
     """
@@ -59,8 +61,10 @@ def plan(
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=str(output_tokens))
     gpus, dtypes = tuple(facts.find_gpu(one) for one in _several(gpu)), _several(dtype)
-    tps = (tp,) if isinstance(tp, int) else tuple(tp)
-    compared: dict[str, Sequence[object]] = {"gpu": [one.name for one in gpus], "dtype": dtypes, "tp": tps}
+    tps, moe_tps, moe_eps = ((one,) if isinstance(one, int) else tuple(one) for one in (tp, moe_tp, moe_ep))
+    compared: dict[str, Sequence[object]] = {
+        "gpu": [one.name for one in gpus], "dtype": dtypes, "tp": tps, "moe-tp": moe_tps, "moe-ep": moe_eps,
+    }  # fmt: skip
     for option, several in compared.items():
         twice = next((one for one in several if several.count(one) > 1), None)
         if twice is not None:
@@ -68,7 +72,8 @@ def plan(
     question = Question(
         model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
-        tps=tps, rate=rate, runtime=runtime, release=facts.find_toolchain(toolchain).name,
+        tps=tps, moe_tps=moe_tps, moe_eps=moe_eps, rate=rate, runtime=runtime,
+        release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         took=recorded(default_home()),
         adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),

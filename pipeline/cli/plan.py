@@ -30,6 +30,12 @@ def plan(
     tp: Annotated[
         str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")
     ] = None,
+    moe_tp: Annotated[
+        str | None, typer.Option("--moe-tp", help="Numbers of GPUs that divide each expert; all if left out.")
+    ] = None,
+    moe_ep: Annotated[
+        str | None, typer.Option("--moe-ep", help="Numbers of GPU groups that divide the experts; 1 if left out.")
+    ] = None,
     runtime: Annotated[
         str | None, typer.Option(help="Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
     ] = None,
@@ -107,7 +113,8 @@ def plan(
     runtime = runtime or own.runtime or "tensorrt_llm"
     advice = advise(
         model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
-        tp=[_whole(one) for one in _list(tp or "")], runtime=runtime, load=load,
+        tp=_whole("--tp", tp), moe_tp=_whole("--moe-tp", moe_tp), moe_ep=_whole("--moe-ep", moe_ep),
+        runtime=runtime, load=load,
         input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
         price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
         adapters=adapters, adapter_rank=adapter_rank,
@@ -132,12 +139,14 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _whole(text: str) -> int:
+def _whole(option: str, text: str | None) -> list[int]:
     from trtpipe.engines.errors import UsageError
 
-    if not text.isdigit():
-        raise UsageError(f"--tp {text} is not a number of GPUs", remedy="give for example 1,2,4")
-    return int(text)
+    parts = _list(text or "")
+    for part in parts:
+        if not part.isdigit():
+            raise UsageError(f"{option} {part} is not a number of GPUs", remedy="give for example 1,2,4")
+    return [int(part) for part in parts]
 
 
 def _prices(given: list[str], gpu: str) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtpipe.configs import facts
@@ -53,6 +54,8 @@ class Question:
     gpus        GPUs to compare, in the order of the output
     dtypes      values of `--dtype`, each tried on each GPU
     tps         GPUs of one engine; empty: every power of two up to 8
+    moe_tps, moe_eps  of a model with experts, as a build's: numbers of GPUs that divide each expert, and of groups of
+                GPUs that divide the experts, each tried with each tp; empty: every GPU has its part of each expert
     rate        clients per second that the deployment must serve; None where only cost is compared
     objectives  SLOs; empty: throughput without limit
     prices      price of one GPU per hour, by GPU name; overrides the GPU's file
@@ -70,6 +73,8 @@ class Question:
     kv_cache: str | None = None
     group_size: int | None = None
     tps: tuple[int, ...] = ()
+    moe_tps: tuple[int, ...] = ()
+    moe_eps: tuple[int, ...] = ()
     runtime: str = "tensorrt_llm"
     objectives: tuple[Objective, ...] = ()
     rate: float | None = None
@@ -89,9 +94,9 @@ class Question:
         for dtype in self.dtypes:
             # An unknown dtype is refused; a dtype that one GPU does not support is reported for that GPU.
             resolve_precision(dtype, ANYTHING, facts.load_quant_recipes(), self.kv_cache, self.group_size)
-        for tp in self.tps:
-            if tp < 1:
-                raise UsageError(f"tp is {tp}", remedy="give 1 or more")
+        for name, sizes in (("tp", self.tps), ("moe_tp", self.moe_tps), ("moe_ep", self.moe_eps)):
+            if any(size < 1 for size in sizes):
+                raise UsageError(f"{name} is {min(sizes)}", remedy="give 1 or more")
 
     def price(self, gpu: GpuSpec) -> float | None:
         return (self.prices or {}).get(gpu.name, gpu.price_per_hour)
@@ -101,6 +106,7 @@ class Question:
 class Candidate:
     """One row of the advice. Without `best` the option cannot serve the demand, and `reason` says why.
 
+    moe_ep            groups of GPUs that divide the experts
     rate              highest rate of clients per second within the objectives, for one engine
     best              prediction at that rate
     single            prediction for a single client
@@ -114,6 +120,7 @@ class Candidate:
     dtype: str
     tp: int
     reason: str
+    moe_ep: int = 1
     option: Option | None = None
     rate: float | None = None
     best: Prediction | None = None
@@ -124,7 +131,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return f"{self.tp} x {self.gpu.name} {self.dtype}"
+        return f"{self.tp} x {self.gpu.name} {self.dtype}" + (f" ep {self.moe_ep}" if self.moe_ep > 1 else "")
 
     @property
     def cost(self) -> float | None:
@@ -171,6 +178,7 @@ class Candidate:
             "gpu": self.gpu.name,
             "dtype": self.dtype,
             "tp": self.tp,
+            "moe_ep": self.moe_ep,
             "reason": self.reason,
             "max_batch_size": option and option.limits.max_batch_size,
             "max_num_tokens": option and option.limits.max_num_tokens,
@@ -269,48 +277,53 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
     made: list[Candidate] = []
-    for tp in question.tps or TPS:
-        one = _candidate(question, gpu, precision, tp, lengths, how)
-        # A number of GPUs that does not fit is dropped once a larger number has been tried.
-        if made and made[-1].option is None:
-            made.pop()
-        made.append(one)
+    for moe_tp, moe_ep in itertools.product(question.moe_tps or (None,), question.moe_eps or (None,)):
+        of_all = len(made)
+        for tp in question.tps or TPS:
+            one = _candidate(question, target, precision, (tp, moe_tp, moe_ep), lengths, how)
+            # A number of GPUs that does not fit is dropped once a larger number has been tried.
+            if len(made) > of_all and made[-1].option is None:
+                made.pop()
+            made.append(one)
     return made
 
 
 def _candidate(
-    question: Question, gpu: GpuSpec, precision: Precision, tp: int, lengths: Lengths, how: Efficiency
-) -> Candidate:
-    def without(reason: str) -> Candidate:
-        return Candidate(gpu=gpu, dtype=precision.name, tp=tp, reason=reason)
-
+    question: Question, target: Target, precision: Precision, ranks: tuple[int, int | None, int | None],
+    lengths: Lengths, how: Efficiency,
+) -> Candidate:  # fmt: skip
+    """ranks: tp, moe_tp and moe_ep; None for what is not given."""
+    gpu, (tp, moe_tp, moe_ep) = target.gpu, ranks
     try:
-        option = Option.make(question.shape, gpu, precision, tp, lengths, how, adapters=question.adapters)
+        mapping = Mapping.of(tp, 1, moe_tp, moe_ep)
+        if mapping.moe_ep_size > 1:
+            load_backend(question.runtime).resolve(BuildConfig(), replace(target, mapping=mapping))
+        option = Option.make(question.shape, gpu, precision, mapping, lengths, how, adapters=question.adapters)
         option.require_fit(lengths.longest)
     except UsageError as error:
-        return without(str(error))
+        return Candidate(gpu=gpu, dtype=precision.name, tp=tp, moe_ep=moe_ep or 1, reason=str(error))
+    price = question.price(gpu)
+
+    def made(reason: str, **found: Any) -> Candidate:
+        return Candidate(
+            gpu=gpu, dtype=precision.name, tp=tp, moe_ep=mapping.moe_ep_size, option=option, single=single, price=price,
+            reason=reason, **found,
+        )  # fmt: skip
+
     single = option.together(question.demand, 1)
     if not single.meets(question.objectives):
-        return Candidate(
-            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
-            reason=_too_slow(single, question.objectives),
-        )  # fmt: skip
+        return made(_too_slow(single, question.objectives))
     found = highest_rate(option, question.demand, question.objectives)
     if found is None:
-        return Candidate(
-            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
-            reason="too slow as soon as two requests meet",
-        )  # fmt: skip
+        return made("too slow as soon as two requests meet")
     rate, best = found
-    price = question.price(gpu)
     getting_there = preparation(
         option, question.runtime, stored=question.stored is not None, hourly=None if price is None else price * tp,
         took=question.took,
     )  # fmt: skip
-    return Candidate(
-        gpu=gpu, dtype=precision.name, tp=tp, option=option, rate=rate, best=best, single=single,
-        price=question.price(gpu), replicas=None if question.rate is None else math.ceil(question.rate / rate),
-        reason=_reason(option, best, precision), preparation=getting_there,
+    return made(
+        _reason(option, best, precision), rate=rate, best=best, preparation=getting_there,
+        replicas=None if question.rate is None else math.ceil(question.rate / rate),
     )  # fmt: skip
 
 
@@ -318,18 +331,20 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     """Highest rate of clients per second within the objectives, by bisection, and its prediction; None where the rate
     is below a hundredth of what the engine could do without objectives.
     """
-    full = option.full(demand, shares=not objectives)
+    full = option.full(demand)
     if not objectives:
         return full.requests_per_s / demand.turns, full
     low, high = 0.0, full.requests_per_s / demand.turns
+    best: Prediction | None = None
     least = high / 100
     while high - low > max(PRECISION * high, least):
         rate = (low + high) / 2
-        if option.at(demand, rate, shares=False).meets(objectives):
-            low = rate
+        found = option.at(demand, rate)
+        if found.meets(objectives):
+            low, best = rate, found
         else:
             high = rate
-    return (low, option.at(demand, low)) if low else None
+    return None if best is None else (low, best)
 
 
 def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:

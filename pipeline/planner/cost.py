@@ -4,8 +4,8 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
 
     products    four per layer, over T = context + decoding tokens: time of 2 x T x parameters operations and time to
                 read the weights, joined by a p-norm since neither hides the other completely. Of E experts, k for each
-                token, the parameters of k are computed, and those are read that some token picks: where tokens pick
-                independently, E x (1 - (1 - k / E)^T) on average
+                token, the parameters of k are computed, and those are read that some token picks. Where the GPUs divide
+                the experts instead of each expert, all wait for the one with the most to do: see `routing`
     attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half)
     cache       of decoding: bytes of the KV cache that are read. Where every head has keys and values of its own in 8
                 bits, the kernel that decodes them before use is bound by values a second instead
@@ -17,7 +17,8 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
                 NVLink TensorRT-LLM and vLLM take the shorter of two: one shot, in which a GPU reads the values of all
                 others, (tp - 1) x bytes; or a ring, 2 x (tp - 1) / tp x bytes after a longer start. Over PCIe a ring,
                 whose start grows with the number of GPUs
-    overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per sequence
+    overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per layer with experts
+                (scores, sorting of the rows by expert, and adding up), per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
 (arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
@@ -35,6 +36,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.memory import mlp_width, weight_bytes
+from trtpipe.pipeline.planner.routing import Routing
 
 # Operand type of matrix products of an unquantized model.
 KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
@@ -76,7 +78,8 @@ class Counts:
     parameters    those that compute a token
     weight_bytes  what every step reads; experts are apart
     expert_bytes  of all experts
-    picked        share of the experts that compute a token
+    expert_parameters  those of the experts among `parameters`
+    routing       experts that a step needs
     values        numbers of the KV cache per token, where every head has its own in 8 bits, else 0
     kind          operand type of the products; `kind16` that of an unquantized model
     """
@@ -85,7 +88,8 @@ class Counts:
     parameters: int
     weight_bytes: int
     expert_bytes: int
-    picked: float
+    expert_parameters: int
+    routing: Routing
     head_parameters: int
     head_bytes: int
     token_bytes: int
@@ -103,16 +107,17 @@ class Counts:
 class StepCost:
     """Step cost of one engine on one kind of GPU. Made by `of`. Takes numbers or numpy arrays.
 
-    Seconds: of a token's products and reading all weights, of the experts, of a unit of the prompts' attention, of a
-    cached token, of a token's elementwise passes, of a step's all-reduces and a token's part of them, in one shot and
-    as a ring, of a sequence's row of the head and reading the head, of a sequence besides, and of a step whatever it
-    computes.
+    Seconds: of a token's products and the experts' part of them, of reading all weights, of the experts, of a unit of
+    the prompts' attention, of a cached token, of a token's elementwise passes, of a step's all-reduces and a token's
+    part of them, in one shot and as a ring, of a sequence's row of the head and reading the head, of a sequence
+    besides, and of a step whatever it computes.
     """
 
     counts: Counts
     gpu: GpuSpec
     efficiency: Efficiency
     token_s: float
+    expert_token_s: float
     weights_s: float
     experts_s: float
     work_s: float
@@ -145,22 +150,35 @@ class StepCost:
         return _under(self.counts, self.gpu, efficiency)
 
     def parts(self, step: Step) -> Parts:
-        tokens = step.context + step.decoding
+        products, elementwise, allreduce = self.of_tokens(step.context + step.decoding)
+        head, overhead = self.of_logits(step.logits)
         return Parts(
-            products=self._roof(tokens * self.token_s, self.reading(tokens)),
-            attention=step.work * self.work_s,
-            cache=step.cached * self.cached_s,
-            elementwise=tokens * self.elementwise_s,
-            head=self._roof(step.logits * self.head_row_s, self.head_s),
-            allreduce=self._allreduce(tokens),
-            overhead=self.fixed_s + self.request_s * step.logits,
-        )
+            products, step.work * self.work_s, step.cached * self.cached_s, elementwise, head, allreduce, overhead
+        )  # fmt: skip
+
+    def of_tokens(self, tokens: Any) -> tuple[Any, Any, Any]:
+        """Seconds of a step's products, elementwise passes and all-reduces, which depend on its tokens alone."""
+        products = self._roof(self.computing(tokens), self.reading(tokens))
+        return products, tokens * self.elementwise_s, self._allreduce(tokens)
+
+    def of_logits(self, logits: Any) -> tuple[Any, Any]:
+        """Seconds of the head and the overhead, which depend on the sequences that get a token."""
+        return self._roof(logits * self.head_row_s, self.head_s), self.fixed_s + self.request_s * logits
+
+    def computing(self, tokens: Any) -> Any:
+        """Seconds in which the products of a step of `tokens` are computed."""
+        seconds, routing = tokens * self.token_s, self.counts.routing
+        if routing.groups == 1:
+            return seconds
+        return seconds + (routing.computed(tokens) - tokens) * self.expert_token_s
 
     def reading(self, tokens: Any) -> Any:
         """Seconds in which the weights are read that a step of `tokens` needs, on average."""
-        if not self.experts_s:
-            return self.weights_s
-        return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
+        routing = self.counts.routing
+        experts = self.experts_s * routing.read(tokens)
+        if self.efficiency.again:
+            experts = experts * routing.blocks(tokens) ** self.efficiency.again
+        return self.weights_s + experts
 
     def seconds(self, step: Step) -> Any:
         return sum(self.parts(step))
@@ -178,6 +196,32 @@ class StepCost:
         return (compute**power + memory**power) ** (1 / power)
 
 
+class Stopwatch:
+    """Seconds of steps of one engine. What depends on the tokens or the sequences of a step alone is computed once for
+    each number of them: simulations ask for the same ones again and again."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost, self._work_s, self._cached_s = cost, cost.work_s, cost.cached_s
+        self._of_tokens: dict[float, tuple[float, float, float]] = {}
+        self._of_logits: dict[float, tuple[float, float]] = {}
+
+    def __call__(self, step: Step) -> float:
+        context, decoding, cached, work, logits = step
+        tokens = context + decoding
+        of_tokens, of_logits = self._of_tokens.get(tokens), self._of_logits.get(logits)
+        if of_tokens is None:
+            products, elementwise, allreduce = map(float, self._cost.of_tokens(tokens))
+            of_tokens = self._of_tokens[tokens] = products, elementwise, allreduce
+        if of_logits is None:
+            head, overhead = map(float, self._cost.of_logits(logits))
+            of_logits = self._of_logits[logits] = head, overhead
+        products, elementwise, allreduce = of_tokens
+        head, overhead = of_logits
+        # In the order of `Parts`, so that the sum is the same to the last digit.
+        seconds: float = products + work * self._work_s + cached * self._cached_s + elementwise + head + allreduce
+        return seconds + overhead
+
+
 def _count(
     model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization, gpu: GpuSpec
 ) -> Counts:  # fmt: skip
@@ -187,6 +231,7 @@ def _count(
     experts = model.experts
     scores = 0 if experts is None else experts.count
     parameters = layers * model.hidden_size * (attention + 3 * mlp_width(model) + scores) // tp
+    of_pair = 0 if experts is None else 3 * layers * model.hidden_size * mlp_width(model) // tp
     head = model.vocab_size * model.hidden_size // tp
     wide = 4 if dtype is DataType.FLOAT32 else 2
     # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
@@ -205,7 +250,8 @@ def _count(
         parameters=parameters,
         weight_bytes=max(weights, 1),
         expert_bytes=of_experts,
-        picked=1.0 if experts is None else experts.top_k / experts.count,
+        expert_parameters=of_pair,
+        routing=Routing.of(model, mapping),
         head_parameters=head,
         head_bytes=head * wide,
         token_bytes=token,
@@ -232,9 +278,11 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         cached = max(cached, counts.values / (flops16 * how.own_heads))
     reduce, number = all_reduce(gpu, tp, how), 2 * layers
     sent = number * counts.hidden * 2 * slower / (how.allreduce_share if linked(gpu, tp) else 1.0)
+    products = how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)
     return StepCost(
         counts=counts, gpu=gpu, efficiency=how,
-        token_s=2 * counts.parameters / (how.flops(gpu, counts.kind) * how.product(gpu.sm, counts.kind)) * slower,
+        token_s=2 * counts.parameters / products * slower,
+        expert_token_s=2 * counts.expert_parameters / products * slower,
         weights_s=counts.weight_bytes / reading,
         experts_s=counts.expert_bytes / reading,
         work_s=4 * counts.attention_width / (flops16 * how.prompt(gpu.sm, counts.kind_attention)) * slower,
@@ -247,7 +295,7 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         ring_s=number * reduce.ring_s,
         ring_token_s=sent * reduce.ring_byte_s,
         request_s=how.request_s * slower,
-        fixed_s=how.step_s + how.layer_s * layers,
+        fixed_s=how.step_s + (how.layer_s + (how.routing_s if counts.expert_bytes else 0.0)) * layers,
     )  # fmt: skip
 
 
@@ -273,9 +321,10 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
         return AllReduce(0.0, 0.0, 0.0, 0.0)
     passes = 2 * (tp - 1) / tp
     if linked(gpu, tp):
+        assert gpu.sm is not None
         link = efficiency.nvlink_bandwidth(gpu)
         return AllReduce(
-            efficiency.allreduce_s, (tp - 1) / (link * efficiency.one_shot),
+            efficiency.allreduce_s * efficiency.starting(gpu.sm), (tp - 1) / (link * efficiency.one_shot),
             efficiency.ring_s, passes / (link * efficiency.nvlink),
         )  # fmt: skip
     start = efficiency.ring_s * tp / 2

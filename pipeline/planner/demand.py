@@ -63,7 +63,8 @@ class Demand:
         """`count` requests of clients that begin at `rate` per second."""
         load = Open(rate=rate * self.turns, requests=count)
         due = due_times(load, (SEED, 0), count=count) / 1e9
-        return [one._replace(arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
+        drawn = zip(self._drawn(count), due.tolist(), strict=True)
+        return [Asked(at, one.input, one.output, one.reused) for one, at in drawn]
 
     def together(
         self, concurrency: int, count: int, front_s: float, *, in_step: bool = False
@@ -129,6 +130,6 @@ def closed_loop(asked: list[Asked], concurrency: int, front_s: float, *, in_step
 
     def follow(index: int, now: float) -> Asked | None:
         more = next(rest, None)
-        return None if more is None else more._replace(arrival=now + front_s)
+        return None if more is None else Asked(now + front_s, more.input, more.output, more.reused)
 
     return first, follow

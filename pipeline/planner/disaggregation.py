@@ -102,7 +102,9 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     alike = [
         one
         for one in found.candidates
-        if one.option is not None and (one.gpu.name, one.dtype) == (best.gpu.name, best.dtype) and one.tp <= gpus
+        if one.option is not None
+        and one.tp <= gpus
+        and (one.gpu.name, one.dtype, one.moe_ep > 1) == (best.gpu.name, best.dtype, best.moe_ep > 1)
     ]
     longest = found.lengths.longest_input
     prompts, answers = question.demand.prompts(), question.demand.answers()

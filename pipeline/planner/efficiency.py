@@ -30,9 +30,15 @@ class Efficiency:
     sharpness      exponent of the norm that joins compute and bandwidth time of a product: 1 adds them, infinity takes
                    the larger
     allreduce_s    seconds of a one-shot all-reduce over NVLink besides its bytes
+    starts         factor on that by SM: GPUs of SM80 wait for one another's flags
     one_shot       share of the link's bandwidth at which a one-shot all-reduce reads
     ring_s         seconds of a ring all-reduce of two GPUs besides its bytes
     nvlink         share of the link's bandwidth in a ring all-reduce
+
+    routing_s      seconds of a layer with experts for the kernels besides its products
+    again          exponent of the blocks of an expert's rows in the reading of its weights: 1 where each reads all
+                   of them, 1/2 where blocks are computed in squares of rows and columns that share what they read, 0
+                   where all blocks are computed beside one another
 
     Fitted to published runs:
     allreduce_share  share of an all-reduce's speed over NVLink that is left inside an engine, where ranks come at
@@ -65,7 +71,9 @@ class Efficiency:
     nvlink: float
     allreduce_share: float
     pcie: dict[int, float]
+    starts: dict[int, float]
     elementwise: float
+    routing_s: float
     step_s: float
     layer_s: float
     request_s: float
@@ -79,6 +87,7 @@ class Efficiency:
     errors: dict[str, dict[str, float]]
     slower: float = 1.0
     ahead: float = 0
+    again: float = 0.0
     runtime: str = "tensorrt_llm"
 
     def of(self, runtime: str, release: str | None = None) -> Efficiency:
@@ -112,6 +121,10 @@ class Efficiency:
     def prompt(self, sm: int, kind: str) -> float:
         """Share of FP16 TFLOPS in the prompt's attention, likewise."""
         return _nearest(self.attention, sm, kind)
+
+    def starting(self, sm: int) -> float:
+        """Factor on `allreduce_s`, for this SM or the nearest that was measured."""
+        return self.starts[min(self.starts, key=lambda one: (abs(one - sm), one))]
 
     def pcie_share(self, tp: int) -> float:
         return self.pcie[min((known for known in self.pcie if known >= tp), default=max(self.pcie))]

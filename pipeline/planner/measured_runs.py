@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from trtpipe.configs import facts
+from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import InputDataError, suggestion
 from trtpipe.engines.precision import QuantRecipe, resolve_precision
 from trtpipe.pipeline.bench.load.seeds import generator
@@ -36,6 +37,9 @@ TOKENS_PER_BLOCK = 64
 class MeasuredRun:
     """One measured run. Times are means, in ms.
 
+    moe_ep          groups of GPUs that divide the experts
+    length_spread   standard deviation of the prompts' lengths, and of the answers', over their mean: about 1 in records
+                    of chats. 0 where all are equal
     requests_per_s  rate of a Poisson process, or
     concurrency     clients that each send the next request when one is answered, or neither: all requests at once
     clients         how those are: `spread` over a request's time, as `trtpipe bench` spreads them, or `in_step`, as
@@ -49,10 +53,12 @@ class MeasuredRun:
     input_tokens: int
     output_tokens: int
     tp: int = 1
+    moe_ep: int = 1
     dtype: str = "auto"
     kv_cache: str | None = None
     runtime: str = "tensorrt_llm"
     release: str | None = None
+    length_spread: float = 0.0
     requests_per_s: float | None = None
     concurrency: int | None = None
     clients: str = "spread"
@@ -67,7 +73,7 @@ class MeasuredRun:
     @property
     def group(self) -> str:
         """Runs that share what an error may come from: figures are held out by it, never one by one."""
-        return f"{self.gpu} {self.model} tp{self.tp}"
+        return f"{self.gpu} {self.model} tp{self.tp}" + (f" ep{self.moe_ep}" if self.moe_ep > 1 else "")
 
 
 def read(file: Path) -> list[MeasuredRun]:
@@ -142,14 +148,15 @@ def predict_run(figure: MeasuredRun, efficiency: Efficiency) -> PredictedRun:
 def option(figure: MeasuredRun) -> Option:
     """What the run was measured on. Raises UsageError."""
     return _option(
-        figure.gpu, figure.model, figure.tp, figure.dtype, figure.kv_cache, figure.runtime, figure.input_tokens,
-        figure.output_tokens, figure.max_batch_size, figure.max_num_tokens, figure.kv_fraction,
+        figure.gpu, figure.model, Mapping(tp_size=figure.tp, moe_ep_size=figure.moe_ep), figure.dtype, figure.kv_cache,
+        figure.runtime, figure.input_tokens, figure.output_tokens, figure.max_batch_size, figure.max_num_tokens,
+        figure.kv_fraction,
     )  # fmt: skip
 
 
 @functools.cache
 def _option(
-    gpu: str, model: str, tp: int, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
+    gpu: str, model: str, mapping: Mapping, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
     batch: int | None, tokens: int | None, fraction: float,
 ) -> Option:  # fmt: skip
     how, recipes = _shipped()
@@ -162,10 +169,10 @@ def _option(
             max_batch_size=batch, max_num_tokens=max(tokens or 8192, batch), tokens_per_block=TOKENS_PER_BLOCK,
             kv_cache_free_gpu_mem_fraction=fraction,
         )  # fmt: skip
-    made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
+    made = Option.make(shape, card, precision, mapping, lengths, how.of(runtime), limits)
     if batch is None and tokens is not None:
         limits = dataclasses.replace(made.limits, max_num_tokens=max(tokens, made.limits.max_batch_size))
-        made = Option.make(shape, card, precision, tp, lengths, how.of(runtime), limits)
+        made = Option.make(shape, card, precision, mapping, lengths, how.of(runtime), limits)
     made.require_fit(prompt + answer)
     return made
 
@@ -175,28 +182,40 @@ _shape = functools.lru_cache(maxsize=None)(facts.find_shape)
 
 
 @functools.cache
-def _shipped() -> tuple[Efficiency, Mapping[str, QuantRecipe]]:
+def _shipped() -> tuple[Efficiency, dict[str, QuantRecipe]]:
     """Memory's coefficients, and recipes: the same for every run of a table."""
     return load_efficiency(), facts.load_quant_recipes()
 
 
 def _simulated(figure: MeasuredRun, made: Option) -> Prediction:
-    one = Asked(0.0, figure.input_tokens, figure.output_tokens)
     front = made.cost.efficiency.front_s
     if figure.concurrency is not None and (figure.requests or figure.concurrency + 1) > figure.concurrency:
         clients, in_step = figure.concurrency, figure.clients == "in_step"
-        count = max(40, 4 * clients)
-        first, follow = closed_loop([one] * count, clients, front, in_step=in_step)
+        first, follow = closed_loop(_asked(figure, max(40, 4 * clients)), clients, front, in_step=in_step)
         timeline = simulate(first, made.places, made.seconds, follow=follow)
-        return Prediction.of(timeline, None, front, {}, clients, in_step=in_step)
+        return Prediction.of(timeline, None, front, clients, in_step=in_step)
     if figure.requests_per_s is not None:
-        count = figure.requests or AT_A_RATE
-        gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, count)
-        arrivals = np.cumsum(gaps).tolist()
+        asked = _asked(figure, figure.requests or AT_A_RATE)
+        gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, len(asked))
+        asked = [one._replace(arrival=at) for one, at in zip(asked, np.cumsum(gaps).tolist(), strict=True)]
     else:
-        arrivals = [0.0] * (figure.requests or 4 * made.limits.max_batch_size)
-    timeline = simulate([one._replace(arrival=at) for at in arrivals], made.places, made.seconds)
-    return Prediction.whole(timeline, front)
+        asked = _asked(figure, figure.requests or 4 * made.limits.max_batch_size)
+    return Prediction.whole(simulate(asked, made.places, made.seconds), front)
+
+
+def _asked(figure: MeasuredRun, count: int) -> list[Asked]:
+    """Requests of the run, all at 0 s. Lengths that are not equal are drawn from a gamma distribution and scaled to the
+    mean that was measured; one whose spread is 1 is exponential."""
+    if not figure.length_spread:
+        return [Asked(0.0, figure.input_tokens, figure.output_tokens)] * count
+    rng, shape = generator((SEED, 5)), figure.length_spread**-2
+
+    def drawn(mean: int) -> list[int]:
+        lengths = rng.gamma(shape, 1 / shape, count)
+        return [max(1, round(one)) for one in (lengths / lengths.mean() * mean).tolist()]
+
+    prompts, answers = drawn(figure.input_tokens), drawn(figure.output_tokens)
+    return [Asked(0.0, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def at_once(figure: MeasuredRun) -> tuple[Any, tuple[Any, ...], int] | None:
@@ -206,18 +225,20 @@ def at_once(figure: MeasuredRun) -> tuple[Any, tuple[Any, ...], int] | None:
     """
     if figure.requests_per_s is not None or figure.requests is None or figure.output_tokens_per_s is None:
         return None
-    return _steps(option(figure).places, figure.input_tokens, figure.output_tokens, figure.requests)
+    lengths = (figure.input_tokens, figure.output_tokens, figure.length_spread, figure.requests)
+    return _steps(option(figure).places, *lengths)
 
 
 @functools.cache
-def _steps(places: Places, prompt: int, answer: int, count: int) -> tuple[Any, tuple[Any, ...], int]:
+def _steps(
+    places: Places, prompt: int, answer: int, spread: float, count: int
+) -> tuple[Any, tuple[Any, ...], int]:  # fmt: skip
     rows: list[tuple[float, ...]] = []
-    simulate(
-        [Asked(0.0, prompt, answer)] * count, places, lambda step: 0.0,
-        watch=lambda repeat, step: rows.append((repeat, *step)),
-    )  # fmt: skip
+    run = MeasuredRun(gpu="", model="", input_tokens=prompt, output_tokens=answer, length_spread=spread)
+    asked = _asked(run, count)
+    simulate(asked, places, lambda step: 0.0, watch=lambda repeat, step: rows.append((repeat, *step)))
     columns = np.array(rows).T
-    return columns[0], tuple(columns[1:]), count * answer
+    return columns[0], tuple(columns[1:]), sum(one.output for one in asked)
 
 
 @dataclass(frozen=True)

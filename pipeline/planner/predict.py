@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import Precision
 from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.pipeline.bench.results.slo import Objective
-from trtpipe.pipeline.planner.cost import Parts, Step, StepCost
+from trtpipe.pipeline.planner.cost import Parts, Step, StepCost, Stopwatch
 from trtpipe.pipeline.planner.demand import REQUESTS, Demand, Follow
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
@@ -33,7 +34,7 @@ KEEPS_UP = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A way to serve a model: `tp` GPUs of one kind in one precision, with the sizes that its engine is built for.
+    """A way to serve a model: GPUs of one kind in one precision, with the sizes that its engine is built for.
 
     drafts      draft tokens of each sequence in a step
     acceptance  share of them that is accepted; each saves a step of its sequence
@@ -42,7 +43,7 @@ class Option:
     model: ModelConfig
     gpu: GpuSpec
     precision: Precision
-    tp: int
+    mapping: Mapping
     limits: Limits
     memory: Memory
     cost: StepCost
@@ -57,7 +58,7 @@ class Option:
         model: ModelConfig,
         gpu: GpuSpec,
         precision: Precision,
-        tp: int,
+        mapping: Mapping,
         lengths: Lengths,
         efficiency: Efficiency,
         limits: Limits | None = None,
@@ -68,7 +69,6 @@ class Option:
         """Make an option with `limits`, or with sizes that suit `lengths` and `adapters`. Raises UsageError for an
         impossible one."""
         made = quantization(precision)
-        mapping = Mapping(tp_size=tp)
         chosen = limits or sizes(
             model, precision.dtype, mapping, made, gpu, lengths, efficiency, adapters=adapters
         )  # fmt: skip
@@ -78,8 +78,14 @@ class Option:
             reading = found.adapters / (efficiency.bandwidth(gpu) * efficiency.weights)
             cost = replace(cost, fixed_s=cost.fixed_s + reading)
         return cls(
-            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found, cost=cost, chunked=chunked
-        )
+            model=model, gpu=gpu, precision=precision, mapping=mapping, limits=chosen, memory=found, cost=cost,
+            chunked=chunked,
+        )  # fmt: skip
+
+    @property
+    def tp(self) -> int:
+        """GPUs of the engine."""
+        return self.mapping.tp_size
 
     @property
     def confidence(self) -> tuple[dict[str, float], bool]:
@@ -95,10 +101,17 @@ class Option:
             ahead=bool(self.cost.efficiency.ahead),
         )  # fmt: skip
 
-    def seconds(self, step: Step) -> float:
+    @functools.cached_property
+    def seconds(self) -> Callable[[Step], float]:
+        """How long a step takes."""
+        whole = Stopwatch(self.cost)
+        return whole if self.window is None and not self.drafts else functools.partial(self._changed, whole)
+
+    def _changed(self, whole: Stopwatch, step: Step) -> float:
+        """With a window or drafts."""
         if self.window is not None:
             step = step._replace(cached=min(step.cached, self.window * step.decoding))
-        seconds = float(self.cost.seconds(step))
+        seconds = whole(step)
         if not self.drafts or not step.decoding:
             return seconds
         # A simulated step gives each sequence one token. One with drafts gives it several, and computes each draft as
@@ -106,29 +119,28 @@ class Option:
         n, rows = step.decoding, 1 + self.drafts
         plain = step._replace(context=0, work=0, logits=n)
         guessed = plain._replace(decoding=n * rows, logits=n * rows)
-        per_token = float(self.cost.seconds(guessed)) / (1 + self.drafts * self.acceptance)
-        return seconds - float(self.cost.seconds(plain)) + per_token
+        return seconds - whole(plain) + whole(guessed) / (1 + self.drafts * self.acceptance)
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""
         if shortage := self.memory.shortage(longest, self.tp):
             raise UsageError(shortage)
 
-    def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
-        """Predict `rate` clients per second. Without `shares`, which are not computed then, it takes half the time."""
+    def at(self, demand: Demand, rate: float) -> Prediction:
+        """Predict `rate` clients per second."""
         offered, count = rate * demand.turns, REQUESTS
         while True:
-            found = self._predict(demand.requests(rate, count), None, offered, shares)
+            found = self._predict(demand.requests(rate, count), None, offered)
             # A run must be several times as long as a request, or it ends before the batch has filled.
             needed = min(MOST_REQUESTS, round(LATENCIES * offered * float(found.latency.mean()) / 1e3))
             if needed <= 1.2 * count:
                 return found
             count = needed
 
-    def together(self, demand: Demand, concurrency: int, *, shares: bool = True) -> Prediction:
+    def together(self, demand: Demand, concurrency: int) -> Prediction:
         """Predict `concurrency` clients, each of which sends its next request as soon as one is answered."""
         asked, follow = demand.together(concurrency, max(40, 4 * concurrency), self.cost.efficiency.front_s)
-        return self._predict(asked, follow, None, shares)
+        return self._predict(asked, follow, None)
 
     def waves(self, demand: Demand, concurrency: int, number: int = 4) -> Prediction:
         """Predict clients that start together and send `number` requests each: the whole run, its start too."""
@@ -136,31 +148,24 @@ class Option:
         asked, follow = demand.together(concurrency, number * concurrency, front, in_step=True)
         return Prediction.whole(simulate(asked, self.places, self.seconds, follow=follow), front)
 
-    def full(self, demand: Demand, *, shares: bool = True) -> Prediction:
+    def full(self, demand: Demand) -> Prediction:
         """Predict as many clients as the batch has slots."""
-        return self.together(demand, self.limits.max_batch_size, shares=shares)
+        return self.together(demand, self.limits.max_batch_size)
 
-    def _predict(
-        self, asked: list[Asked], follow: Follow | None, offered: float | None, with_shares: bool
-    ) -> Prediction:
-        shares: dict[str, float] = {}
-
-        def watch(repeat: int, step: Step) -> None:
-            for name, seconds in bounds(self.cost, step).items():
-                shares[name] = shares.get(name, 0.0) + repeat * seconds
-
-        timeline = simulate(asked, self.places, self.seconds, follow=follow, watch=watch if with_shares else None)
-        total = sum(shares.values())
-        return Prediction.of(
-            timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()}, len(asked)
+    def _predict(self, asked: list[Asked], follow: Follow | None, offered: float | None) -> Prediction:
+        ran: list[tuple[int, Step]] = []
+        timeline = simulate(
+            asked, self.places, self.seconds, follow=follow, watch=lambda repeat, step: ran.append((repeat, step))
         )
+        made = Prediction.of(timeline, offered, self.cost.efficiency.front_s, len(asked))
+        return replace(made, cost=self.cost, ran=ran)
 
 
 def bounds(cost: StepCost, step: Step) -> dict[str, float]:
     """Seconds of a step by what bounds it: compute, weights, kv, all-reduce, overhead."""
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
-    compute, reading = tokens * cost.token_s, cost.reading(tokens)
+    compute, reading = cost.computing(tokens), cost.reading(tokens)
     products = parts.products + parts.head
     return {
         "compute": products * compute / (compute + reading) + parts.attention,
@@ -185,7 +190,7 @@ class Prediction:
     requests_per_s requests per second, likewise
     in_flight      most sequences at once
     busy           share of the time in which a step ran
-    shares         shares of the busy time, by what bounds it
+    cost, ran      of what `shares` are computed: the engine, and its steps, each with the number of its repetitions
     """
 
     offered: float | None
@@ -198,13 +203,13 @@ class Prediction:
     requests_per_s: float
     in_flight: int
     busy: float
-    shares: dict[str, float] = field(default_factory=dict)
+    cost: StepCost | None = None
+    ran: Sequence[tuple[int, Step]] = ()
 
     @classmethod
     def of(
-        cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float], clients: int,
-        *, in_step: bool = False,
-    ) -> Prediction:  # fmt: skip
+        cls, timeline: Timeline, offered: float | None, front_s: float, clients: int, *, in_step: bool = False
+    ) -> Prediction:
         """`clients` is the number of requests at once of a closed loop, in step or spread. Tokens are counted when they
         come, not when their request ends: in a run of equal requests, whole waves end together inside the window or
         outside it."""
@@ -241,7 +246,6 @@ class Prediction:
             requests_per_s=inside / seconds,
             in_flight=timeline.most,
             busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
-            shares=shares,
         )
 
     @classmethod
@@ -261,6 +265,17 @@ class Prediction:
             output=output, tokens_per_s=float(output.sum() / seconds), requests_per_s=len(output) / seconds,
             in_flight=timeline.most, busy=float(timeline.busy / seconds),
         )  # fmt: skip
+
+    @functools.cached_property
+    def shares(self) -> dict[str, float]:
+        """Shares of the busy time, by what bounds it. Computed when asked for: of most predictions nobody asks."""
+        seconds: dict[str, float] = {}
+        for repeat, step in self.ran:
+            assert self.cost is not None
+            for name, each in bounds(self.cost, step).items():
+                seconds[name] = seconds.get(name, 0.0) + repeat * each
+        total = sum(seconds.values())
+        return {name: each / total for name, each in seconds.items()}
 
     def value(self, objective: Objective) -> float | None:
         """The objective's statistic in ms; None where no request has a value."""

@@ -16,6 +16,7 @@ newest; a build only if it was for the same GPU and runtime.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,10 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+# Options have the same checkpoints, and each time all their tensors are listed.
+_checkpoint_bytes = functools.lru_cache(maxsize=256)(checkpoint_bytes)
+
+
 def recorded(home: Path) -> tuple[Took, ...]:
     """Stages that ran on this machine, the newest first. An artefact whose manifest cannot be read is left out."""
     found: list[tuple[str, Took]] = []
@@ -113,8 +118,8 @@ def preparation(
     compared. `hourly` is the price of the option's GPUs together."""
     model, precision, tp = option.model, option.precision, option.tp
     coded = quantization(precision)
-    checkpoint = checkpoint_bytes(model, precision.dtype, Mapping(tp_size=tp), coded)
-    source = checkpoint if stored else checkpoint_bytes(model, precision.dtype, Mapping(), UNQUANTIZED)
+    checkpoint = _checkpoint_bytes(model, precision.dtype, option.mapping, coded)
+    source = checkpoint if stored else _checkpoint_bytes(model, precision.dtype, Mapping(), UNQUANTIZED)
     # Seconds of a token: one GPU computes all layers, in 16 bits.
     counts, how, gpu = option.cost.counts, option.cost.efficiency, option.gpu
     assert gpu.sm is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -104,6 +104,7 @@ class _Simulation:
         self._follow = follow
         self._watch = watch
         self._out = Timeline()
+        self._need: list[int] = []  # blocks of each request
         self._coming: list[tuple[float, int]] = []
         self._waiting: deque[int] = deque()
         self._prompts: deque[int] = deque()  # requests taken whose prompt is not fully read
@@ -118,31 +119,35 @@ class _Simulation:
             self._add(asked)
 
     def run(self) -> Timeline:
+        coming, ending, waiting = self._coming, self._ending, self._waiting
         while True:
-            self._finish()
-            while self._coming and self._coming[0][0] <= self._seen:
-                self._waiting.append(heapq.heappop(self._coming)[1])
-            self._take()
+            if ending and ending[0][0] == self._step:
+                self._finish()
+            while coming and coming[0][0] <= self._seen:
+                waiting.append(heapq.heappop(coming)[1])
+            if waiting:
+                self._take()
             if not self._active:
-                if not self._coming:
+                if not coming:
                     return self._out
-                self._now = self._seen = max(self._now, self._coming[0][0])
+                self._now = self._seen = max(self._now, coming[0][0])
                 continue
             self._advance()
 
     def _add(self, asked: Asked) -> None:
-        out = self._out
+        out, need = self._out, self._places.blocks(asked)
         out.asked.append(asked)
         out.first.append(None)
         out.end.append(None)
-        if self._places.blocks(asked) <= self._places.kv_blocks and (
+        self._need.append(need)
+        if need <= self._places.kv_blocks and (
             self._places.chunked or asked.input - asked.reused <= self._places.tokens
         ):
             heapq.heappush(self._coming, (asked.arrival, len(out.asked) - 1))
 
     def _take(self) -> None:
         while self._waiting and self._active < self._places.batch:
-            need = self._places.blocks(self._out.asked[self._waiting[0]])
+            need = self._need[self._waiting[0]]
             if self._blocks + need > self._places.kv_blocks:
                 return
             self._blocks += need
@@ -160,7 +165,7 @@ class _Simulation:
 
     def _leave(self, index: int) -> None:
         self._active -= 1
-        self._blocks -= self._places.blocks(self._out.asked[index])
+        self._blocks -= self._need[index]
         self._out.end[index] = self._now
         if self._follow is not None:
             more = self._follow(index, self._now)
@@ -168,38 +173,33 @@ class _Simulation:
                 self._add(more)
 
     def _advance(self) -> None:
-        context, work, begun = self._chunks()
+        out, decoding, now = self._out, self._decoding, self._now
+        context, work, begun = self._chunks() if self._prompts else (0, 0.0, ())
         repeat = 1
-        step = Step(
-            context=context, decoding=self._decoding, cached=self._cached, work=work,
-            logits=self._decoding + len(begun),
-        )  # fmt: skip
+        step = Step(context, decoding, self._cached, work, decoding + len(begun))
         took = self._seconds(step)
         if not context:
             repeat = self._ending[0][0] - self._step
-            if self._coming and not self._waiting:
-                left = self._coming[0][0] - self._now
-                repeat = max(1, min(repeat, ceil(left / took))) if took > 0 else repeat
+            if self._coming and not self._waiting and took > 0:
+                repeat = max(1, min(repeat, ceil((self._coming[0][0] - now) / took)))
             if repeat > 1:
-                step = Step(
-                    context=0, decoding=self._decoding, cached=self._cached + self._decoding * (repeat - 1) / 2,
-                    work=0.0, logits=self._decoding,
-                )  # fmt: skip
+                step = Step(0, decoding, self._cached + decoding * (repeat - 1) / 2, 0.0, decoding)
                 took = self._seconds(step)
         if self._watch is not None:
             self._watch(repeat, step)
-        if self._decoding:
-            self._out.gaps.append((took, repeat * self._decoding))
-        self._now += repeat * took
-        self._seen = self._now - took if self._places.ahead else self._now
-        self._out.busy += repeat * took
-        self._out.steps += repeat
+        if decoding:
+            out.gaps.append((took, repeat * decoding))
+            self._cached += repeat * decoding
+        spell = repeat * took
+        self._now = now = now + spell
+        self._seen = now - took if self._places.ahead else now
+        out.busy += spell
+        out.steps += repeat
         self._step += repeat
-        self._cached += repeat * self._decoding
         for index in begun:
             self._begin(index)
 
-    def _chunks(self) -> tuple[int, float, list[int]]:
+    def _chunks(self) -> tuple[int, float, Sequence[int]]:
         """Prompt tokens read in this step, the work of their attention, and the requests whose prompt ends with it."""
         places, room = self._places, self._places.tokens - self._decoding
         context, work, begun = 0, 0.0, []

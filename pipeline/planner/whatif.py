@@ -182,15 +182,15 @@ def _figures(option: Option, demand: Demand) -> tuple[float, float, float]:
 
 def _adapted(option: Option, lengths: Lengths) -> Option:
     return Option.make(
-        option.model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked,
-        adapters=ADAPTERS,
+        option.model, option.gpu, option.precision, option.mapping, lengths, option.cost.efficiency,
+        chunked=option.chunked, adapters=ADAPTERS,
     )  # fmt: skip
 
 
 def _ungrouped(option: Option, lengths: Lengths) -> Option:
     model = replace(option.model, num_key_value_heads=option.model.num_attention_heads)
     return Option.make(
-        model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked,
+        model, option.gpu, option.precision, option.mapping, lengths, option.cost.efficiency, chunked=option.chunked,
         adapters=option.limits.adapters,
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ def _named(name: str, cache: str | None) -> str:
 def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
     precision = _precision(option, name, cache)
     made = Option.make(
-        option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency,
+        option.model, option.gpu, precision, option.mapping, demand.lengths(), option.cost.efficiency,
         adapters=option.limits.adapters,
     )  # fmt: skip
     return made, demand

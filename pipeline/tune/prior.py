@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trtpipe.engines import base
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
@@ -41,8 +42,9 @@ def expected_rate(
     lengths = demand.lengths()
     try:
         option = Option.make(
-            model, gpu, precision, tp, lengths, efficiency, limits, chunked=bool(serving.enable_chunked_context)
-        )
+            model, gpu, precision, base.Mapping(tp_size=tp), lengths, efficiency, limits,
+            chunked=bool(serving.enable_chunked_context),
+        )  # fmt: skip
         option.require_fit(lengths.longest)
         found = highest_rate(option, demand, objectives)
     except UsageError:

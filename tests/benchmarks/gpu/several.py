@@ -155,8 +155,9 @@ def measure(place: Place, out: dict[str, Any], keep: Keep, *lists: Sequence[Job]
                 found["beside"] = len(lists) > 1
                 if job.runtime == "vllm":
                     found["predicted"] = predicted.together(
-                        place.gpu, job.dtype, "vllm", job.levels, model=job.model, tp=len(job.devices)
+                        place.gpu, job.dtype, "vllm", job.levels, model=job.model, tp=len(job.devices), ep=job.ep
                     )
+                    found["predicted_ep"] = job.ep
                 keep()
             measured = _one(place, job)
             if job.runtime == "reference":

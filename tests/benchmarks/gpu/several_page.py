@@ -202,11 +202,12 @@ def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
             f"and with 64\n{times[1]} times. The reference runtime records no step of a model with experts as a CUDA "
             "graph: how many tokens an expert\nhas is counted on the host.\n"
         )
-    if any(", ep" in name and "predicted" in one for name, one in result.items()):
+    if any(", ep" in name and "predicted" in one and "predicted_ep" not in one for name, one in result.items()):
         yield (
-            "The planner knows no expert parallelism. What it says of an engine with ep is of tp alone, where every "
-            "GPU reads its part\nof each expert that a step needs. With ep, a GPU reads whole experts, and a step "
-            "waits for the GPU with the most of them.\n"
+            "When this was measured the planner knew no expert parallelism: its figures of an engine with ep are of "
+            "tp alone, where every\nGPU reads its part of each expert that a step needs. With ep a GPU reads whole "
+            "experts, and a step waits for the GPU with the\nmost of them, which it knows now: "
+            "[planner.md](planner.md) has what it says of these engines since.\n"
         )
 
 

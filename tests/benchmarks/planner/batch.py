@@ -12,6 +12,7 @@ import numpy as np
 from trtpipe.pipeline.planner.cost import Step, StepCost
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.measured_runs import MeasuredRun, at_once, option
+from trtpipe.pipeline.planner.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,13 @@ class Batch:
         )  # fmt: skip
 
 
-def spread(costs: Sequence[StepCost], owner: Any = slice(None)) -> Any:
-    """The costs of several engines as one, whose coefficients are arrays; `owner` has the place of each value's."""
+def spread(costs: Sequence[StepCost], owner: Any = slice(None)) -> StepCost:
+    """The costs of several engines as one, whose coefficients are arrays; `owner` has the place of each value's. None
+    of them divides its experts into groups."""
     names = [field.name for field in dataclasses.fields(StepCost) if field.name.endswith("_s")]
-    values = {name: np.array([getattr(cost, name) for cost in costs])[owner] for name in names}
-    counts = replace(costs[0].counts, picked=np.array([cost.counts.picked for cost in costs])[owner])
-    return _Several(**{**vars(costs[0]), **values, "counts": counts})
-
-
-class _Several(StepCost):
-    def reading(self, tokens: Any) -> Any:
-        return self.weights_s + self.experts_s * (1 - (1 - self.counts.picked) ** tokens)
+    values: dict[str, Any] = {name: np.array([getattr(cost, name) for cost in costs])[owner] for name in names}
+    routing = Routing(missed=np.array([cost.counts.routing.missed for cost in costs])[owner])
+    return replace(costs[0], counts=replace(costs[0].counts, routing=routing), **values)
 
 
 def batch(of: Iterable[MeasuredRun]) -> Batch:

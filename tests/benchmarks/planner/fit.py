@@ -158,7 +158,7 @@ def write_efficiency(how: Efficiency, errors: dict[str, dict[str, float]]) -> No
     plain: dict[str, Any] = {**asdict(how), "products": dict(sorted(products.items())), "probed": _probed()}
     plain["runtimes"] = {**how.runtimes, "vllm": fit_vllm(how)}
     plain["errors"] = errors
-    for name in ("slower", "runtime", "ahead"):
+    for name in ("slower", "runtime", "ahead", "again"):
         del plain[name]
 
     def short(value: Any) -> Any:
@@ -186,7 +186,7 @@ def fit_vllm(how: Efficiency) -> dict[str, float]:
         for request in (2e-6, 4e-6, 6e-6, 9e-6, 1.2e-5)
     ]
     best: dict[str, float] = min(grid, key=off)
-    return {**best, "ahead": base.ahead}
+    return {**how.runtimes["vllm"], **best}
 
 
 def _probed() -> dict[str, float]:

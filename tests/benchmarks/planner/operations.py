@@ -21,14 +21,15 @@ def operations(scratch: Path) -> list[str]:
     how = load_efficiency()
     ratios: dict[tuple[str, str], list[float]] = {}
     for one in [*json.loads((scratch / TABLES).read_text()), *_sums()]:
-        ratios.setdefault((one["what"], one["gpu"]), []).append(_operation(one, how) / (one["ms"] / 1e3))
+        of = how.of("vllm") if one["what"].startswith("sum") else how
+        ratios.setdefault((one["what"], one["gpu"]), []).append(_operation(one, of) / (one["ms"] / 1e3))
     lines = [
         "## Single operations",
         "",
         "The terms of `pipeline/planner/cost.py` over what AIConfigurator's tables measured of TensorRT-LLM's kernels: "
         "median, and the middle half of all sizes. A kernel's start, which the model has in `layer_s`, is added "
         "here. Sums over 2 and 4 GPUs are the fastest way of each size on our own [H100s](h100-x4.md), NCCL or torch's "
-        "shared memory: small ones take 9 microseconds there, three in TensorRT-LLM, whose the terms are.",
+        "shared memory, beside the terms of vLLM: small ones take 9 microseconds, three in TensorRT-LLM.",
         "",
         "| operation | GPU | sizes | median | quarter to three quarters |",
         "|---|---|---|---|---|",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
-from typing import Any
 
 import numpy as np
 
 from tests.benchmarks.planner.fit import FIXED, bounded
 from tests.benchmarks.planner.judge import FOLDS, Judged
 from tests.benchmarks.planner.peer import expressed
-from tests.support.published import MEASURED, vllm, waves
+from tests.support.published import predicted_before, vllm, waves
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.measured_runs import QUANTITIES, MeasuredRun, PredictedRun, errors
 
@@ -50,6 +48,8 @@ def report(
         *_parameters(),
         *_beside(held, peer),
         *terms,
+        "## Our own runs of vLLM",
+        "",
         "vLLM 0.25 in its own process ([H200](h200.md), [H100](h100.md)), Llama 3 8B's shapes, 128 in and out, all "
         "clients in step: tokens a second, and the median time to the first token of the whole run. Only 16 bits on "
         "the H200 are fitted to, and only their tokens a second.",
@@ -91,34 +91,26 @@ def report(
 
 
 def _before() -> list[str]:
-    """Table of our own GPU runs: figures predicted before each run, kept in its JSON, beside the measured ones."""
+    """Table of our own GPU runs: what was predicted before each run, what is predicted now, and what was measured."""
     lines = [
-        "Predicted before the run, by the fit of that day, of vLLM in its own process, 128 in and out, all requests "
-        'starting together; measured on our [H100](h100.md) and [four H100s](h100-x4.md). "ep" is predicted as if each '
-        "expert were divided among the GPUs: the planner has no expert parallelism, and no run of experts is fitted.",
+        "vLLM 0.25 in its own process on our [H100](h100.md) and [four H100s](h100-x4.md), 128 in and out, all "
+        "requests starting together: what the planner said before the run, by the fit of that day, and what it says "
+        "now. Of Mixtral with ep it said what it says of tp alone, since it knew no GPUs with whole experts. Its "
+        "weights are random here, and their router prefers some experts more than a trained one: with ep a GPU that "
+        "has those waits for nobody, and all wait for it.",
         "",
-        "| machine | engine | at once | tokens/s: measured | predicted | error | TTFT ms: measured | predicted "
-        "| error |",
-        "|" + "---|" * 9,
+        "| engine | at once | tokens/s: measured | said before | error | now | error | TTFT ms: measured | said before "
+        "| error | now | error |",
+        "|" + "---|" * 12,
     ]
-    for machine in ("h100", "h100-x4"):
-        whole = json.loads((MEASURED / f"{machine}.json").read_text(encoding="utf-8"))
-        for name, said, found in _predicted(whole, ()):
-            for clients, speed in found.items():
-                if clients in said:
-                    tokens = _beside_predicted(speed["waves"], said[clients]["tokens_per_s"])
-                    first = _beside_predicted(speed.get("ttft_p50_ms"), said[clients]["ttft_p50_ms"])
-                    lines.append(f"| {machine} | {name} | {clients} | {tokens} | {first} |")
+    how = load_efficiency().of("vllm")
+    for run in predicted_before():
+        now = waves(run, how)
+        assert run.said is not None
+        tokens = _beside_predicted(run.tokens_per_s, run.said[0], now.tokens_per_s)
+        first = _beside_predicted(run.ttft_ms, run.said[1], float(np.median(now.ttft)))
+        lines.append(f"| {run.engine} | {run.concurrency} | {tokens} | {first} |")
     return [*lines, ""]
-
-
-def _predicted(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(engine, predictions, measurements by requests at once) of each engine in a file of measurements."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("predicted"), dict) and isinstance(tree.get("in_process"), dict):
-            yield " ".join(path[2:]), tree["predicted"], tree["in_process"]
-        for name, part in tree.items():
-            yield from _predicted(part, (*path, name))
 
 
 def _whole(held: Judged) -> list[str]:
@@ -156,8 +148,10 @@ def _parameters() -> list[str]:
     ]
 
 
-def _beside_predicted(measured: float | None, predicted: float) -> str:
-    return " |  | " if measured is None else f"{measured:.0f} | {predicted:.0f} | {predicted / measured - 1:+.0%}"
+def _beside_predicted(measured: float | None, *predicted: float) -> str:
+    if measured is None:
+        return " |  | " + " |  | " * (len(predicted) - 1)
+    return " | ".join([f"{measured:.0f}", *(f"{one:.0f} | {one / measured - 1:+.0%}" for one in predicted)])
 
 
 def queueing(figure: MeasuredRun) -> bool:

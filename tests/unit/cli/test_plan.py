@@ -72,6 +72,8 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
          "--price h100-sxm is given more than once: it is h100; give it once"),
         (["--gpu"], "Option '--gpu' requires an argument; see `trtpipe plan --help`"),
         (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
+        (["--moe-ep", "0"], "moe_ep is 0; give 1 or more"),
+        (["--moe-tp", "x"], "--moe-tp x is not a number of GPUs; give for example 1,2,4"),
         (["--rate", "1e300"], "rate is 1e+300; give a positive number of requests a second, at most 1,000,000"),
         (["--page", "/"], "/ is a folder; give the name of a file"),
         (["--page", ""], ". is a folder; give the name of a file"),
@@ -85,6 +87,22 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
     done = run("plan", "--model", "llama3-8b", *words)
     assert (done.status, done.err) == (2, f"error: {line}\n")
+
+
+def test_experts_divided_by_each_way_that_is_given(run: Run) -> None:
+    question = ("plan", "--model", "mixtral-8x7b", "--gpu", "h100", "--dtype", "bf16", "--input-tokens", "128")
+    found = json.loads(run(*question, "--tp", "4", "--moe-ep", "1,2,4", "--json").out)["candidates"]
+    assert sorted((one["tp"], one["moe_ep"]) for one in found) == [(4, 1), (4, 2), (4, 4)]
+    # One client reads two experts' parts on each GPU, or whole experts on the one that has most of them.
+    alone = {one["moe_ep"]: one["one_client"]["time_per_output_token_ms"]["p50"] for one in found}
+    assert alone[1] < alone[2] < alone[4]
+    whole = run(*question, "--tp", "2,4", "--moe-tp", "1").out
+    assert "2 x h100 bf16 ep 2" in whole
+    assert "4 x h100 bf16 ep 4" in whole
+    refused = run(*question, "--tp", "4", "--moe-ep", "2", "--runtime", "vllm").out
+    assert "4 x h100 bf16 ep 2: vLLM does not divide experts among 2 groups of ranks" in refused
+    dense = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "4", "--moe-ep", "2").out
+    assert "moe_ep_size 2 is for a model with experts, and this one has none" in dense
 
 
 def test_plan_says_that_engines_end(run: Run) -> None:

@@ -18,8 +18,9 @@ BF16 = DataType.BFLOAT16
 # Nothing is lost, and of compute and reading the larger counts.
 IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
-    sharpness=30.0, elementwise=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0, ring_s=0.0, nvlink=1.0,
-    allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, allreduce_s=0.0, front_s=0.0, activations=1.0, runtime_gib=1.0,
+    sharpness=30.0, elementwise=0.0, routing_s=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0, ring_s=0.0,
+    nvlink=1.0, allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, starts={90: 1.0}, allreduce_s=0.0, front_s=0.0,
+    activations=1.0, runtime_gib=1.0,
     probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
     releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
     errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
@@ -163,8 +164,35 @@ def test_experts_that_no_token_picks_are_not_read() -> None:
     assert experts(1) == pytest.approx(all_of_them * 2 / 8, rel=1e-6)
     assert experts(2) == pytest.approx(all_of_them * 7 / 16, rel=1e-6)
     assert experts(3) == pytest.approx(all_of_them * 37 / 64, rel=1e-6)
-    for mapping in ({"tp_size": 2}, {"tp_size": 2, "moe_ep_size": 2}):
-        assert experts(2, **mapping) == pytest.approx(all_of_them / 2 * 7 / 16, rel=1e-6)
+    assert experts(2, tp_size=2) == pytest.approx(all_of_them / 2 * 7 / 16, rel=1e-6)
+    # The GPU with the most of the experts that are picked: see test_routing.
+    assert experts(2, tp_size=2, moe_ep_size=2) == pytest.approx(all_of_them / 2 * 2.34 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "dtype", "mapping", "tokens", "microseconds"),
+    [
+        ("trtllm_pytorch", "bf16", (1, 1), 1, 260), ("trtllm_pytorch", "bf16", (1, 1), 64, 975),
+        ("trtllm_pytorch", "bf16", (1, 1), 8192, 7084), ("trtllm_pytorch", "bf16", (4, 1), 1, 82),
+        ("trtllm_pytorch", "bf16", (4, 1), 8192, 1964), ("trtllm_pytorch", "fp8", (1, 1), 1, 149),
+        ("trtllm_pytorch", "fp8", (2, 1), 64, 276), ("trtllm_pytorch", "fp8", (4, 4), 1, 92),
+        ("trtllm_pytorch", "fp8", (4, 4), 64, 157), ("vllm", "bf16", (1, 1), 1, 259),
+        ("vllm", "bf16", (2, 1), 64, 497), ("vllm", "bf16", (2, 1), 320, 616), ("vllm", "bf16", (1, 1), 8192, 11203),
+        ("vllm", "bf16", (2, 1), 8192, 4383), ("vllm", "bf16", (4, 1), 8192, 2482),
+    ],
+)  # fmt: skip
+def test_a_layer_of_experts(
+    runtime: str, dtype: str, mapping: tuple[int, int], tokens: int, microseconds: float
+) -> None:
+    """Mixtral 8x7B's on an H100, with (tp, ep), in AIConfigurator 0.12's tables: TensorRT-LLM 1.3's CUTLASS kernels,
+    and vLLM 0.24's in Triton."""
+    ranks = Mapping(tp_size=mapping[0], moe_ep_size=mapping[1])
+    coded = Quantization(quant_algo=QuantAlgo.FP8) if dtype == "fp8" else UNQUANTIZED
+    how = load_efficiency().of(runtime)
+    made = StepCost.of(find_shape("mixtral-8x7b")[1], BF16, ranks, coded, find_gpu("h100"), how)
+    alone = dataclasses.replace(made, weights_s=0.0, token_s=made.expert_token_s)
+    took = alone.of_tokens(tokens)[0] / made.counts.layers + how.routing_s
+    assert took == pytest.approx(microseconds * 1e-6, rel=0.25)
 
 
 def test_a_prompt_is_computed_by_the_experts_that_it_picks() -> None:

@@ -73,7 +73,7 @@ def test_tokens_are_counted_when_they_come_and_not_when_their_request_ends() -> 
     them end within it."""
     places = Places(batch=8, tokens=1000, kv_blocks=1000)
     timeline = simulate([Asked(0.0, 10, 100)] * 8 + [Asked(90.0, 10, 100)] * 8, places, lambda step: 1.0)
-    found = Prediction.of(timeline, offered=0.1, front_s=0.0, shares={}, clients=0)
+    found = Prediction.of(timeline, offered=0.1, front_s=0.0, clients=0)
     assert found.tokens_per_s == pytest.approx(8.0, rel=0.02)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.published import figures, vllm, waves
+from tests.support.published import Waves, figures, vllm, waves
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.measured_runs import MeasuredRun, PredictedRun, errors, predict_run
 
@@ -79,3 +79,24 @@ def test_first_tokens_of_clients_in_step() -> None:
     assert errors(rows, "ttft_ms").mean < 0.1
     assert errors(rows, "output_tokens_per_s").mean < 0.08
     assert errors(rows, "tpot_ms").mean < 0.08
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "tp", "ep", "measured"),
+    [
+        ("llama3-70b", "fp8", 2, 1, {1: (65, 0.1), 64: (2815, 0.1), 256: (5275, 0.1)}),
+        ("llama3-70b", "fp8", 4, 1, {1: (101, 0.1), 64: (4184, 0.1), 256: (7907, 0.12)}),
+        ("mixtral-8x7b", "fp8", 1, 1, {1: (153, 0.1), 64: (3149, 0.1), 256: (6738, 0.2)}),
+        ("mixtral-8x7b", "bf16", 2, 1, {1: (151, 0.1), 64: (3175, 0.1), 256: (7503, 0.1)}),
+        # The weights are random: their router prefers some experts more than a trained one.
+        ("mixtral-8x7b", "fp8", 4, 4, {1: (187, 0.1), 64: (6912, 0.15), 256: (12705, 0.4)}),
+    ],
+)
+def test_vllm_on_several_gpus(
+    model: str, dtype: str, tp: int, ep: int, measured: dict[int, tuple[float, float]]
+) -> None:
+    """Our own four H100s (docs/measurements/h100-x4.md): nothing is fitted to these runs."""
+    how = load_efficiency().of("vllm")
+    for clients, (tokens_per_s, within) in measured.items():
+        found = waves(Waves("h100", dtype, clients, tokens_per_s, None, model, tp, ep), how)
+        assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=within), (clients, found.tokens_per_s)

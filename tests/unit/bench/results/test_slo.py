@@ -97,7 +97,7 @@ def test_a_metric_that_nobody_knows(text: str, words: str) -> None:
         ("acceptance>3ms", "'acceptance>3ms' is not an objective; give one such as acceptance>50%"),
         ("acceptance>100%", "'acceptance>100%' is never met; give another limit"),
         ("error_rate<0", "'error_rate<0' is never met; give another limit"),
-        ("throughput>3", "'throughput>3' is not an objective: its limit has no unit; give one such as throughput>2tokens/s"),
+        ("throughput>3", "'throughput>3' is not an objective: its limit has no unit; give one such as throughput>2t"),
         ("ttft:500", "'ttft:500' is not an objective: its limit has no unit; give one such as ttft:p99<"),
         ("tokens_per_step>2ms", "'tokens_per_step>2ms' is not an objective; give one such as tokens_per_step>2"),
     ],
