@@ -68,6 +68,8 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     rows = migration_table(deployment, runtime)
     plan = None if run is None else run.spec()
     asked = {name for _, layer in given for name in layer}
+    if _comes_quantized(given):
+        asked.add("dtype")  # the model's files have one already
     base: list[Layer] = [
         (_PASSPORT, _from_passport(deployment, asked)),
         (_PLAN, {} if plan is None else _from_plan(plan, asked)),
@@ -93,9 +95,20 @@ def _place(folder: Path) -> tuple[RunFolder | None, Path]:
     """The run folder that `folder` belongs to, if any, and the folder of the deployment. Raises InputDataError."""
     run = find_run(str(folder))
     if run is not None:
-        return run, run.linked("repository") if (run.path / "repository").is_dir() else run.linked("engine")
+        makes = "repository" if (run.path / "repository").is_dir() else "engine"
+        run.linked(makes)
+        return run, run.path / makes  # messages name the target, not the store's folder
     inside = folder.parent / "plan.json"
     return RunFolder(folder.parent) if folder.is_dir() and inside.is_file() else None, folder
+
+
+def _comes_quantized(given: list[Layer]) -> bool:
+    """Whether the options give a model whose files are quantized already. Raises UsageError and InputDataError."""
+    options = _merged(given)
+    if not isinstance(options.get("model"), str):
+        return False
+    model = facts.find_model(options["model"], source=options.get("source"), revision=options.get("revision"))
+    return model.stored is not None
 
 
 def _require_family(deployment: Deployment) -> None:
@@ -225,6 +238,7 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
     same = (algo, cache) == tuple(one and one.value for one in (now.quant_algo, now.kv_cache_quant_algo))
     same = same and (algo is not None or dtype == spec.precision.dtype.value)
     had = ", ".join([str(algo or dtype), *([f"KV cache {cache}"] if cache else [])])
+    why = "asked for" if spec.precision.reason == "requested" else spec.precision.reason
     released = spec.runtime in spec.toolchain.runtimes
 
     def row(name: str, value: Any, becomes: str, to: Any, *, kept: bool, why: str = "asked for") -> Row:
@@ -235,7 +249,7 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
 
     rows = [
         row("weights", None, "model", spec.model.source.describe(), kept=False, why="none are taken out of an engine"),
-        row("precision", had, "dtype", spec.precision.name, kept=same),
+        row("precision", had, "dtype", spec.precision.name, kept=same, why=why),
     ]
     for name, value, becomes, to in (
         ("gpu", None if engine.passport is None else engine.passport.gpu, "gpu", spec.gpu.name),

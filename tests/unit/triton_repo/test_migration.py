@@ -259,7 +259,7 @@ REFUSED: list[tuple[Change, type[TrtpipeError], str]] = [
     (param("gpt_model_path", "/engines/llama"), InputDataError,
      r"names the engine '/engines/llama', which is not on this machine; give its folder with --engine"),
     (param("gpt_model_path", "tensorrt_llm/2"), InputDataError, r"is 'tensorrt_llm/2', which is not there"),
-    (engine("build_config", None), InputDataError, "whose config.json has no sizes"),
+    (engine("build_config", None), InputDataError, "which has a config.json without sizes"),
     (engine("build_config.max_batch_size", None), InputDataError, "build_config has no usable max_batch_size"),
     (engine("build_config.max_batch_size", -3), InputDataError, "build_config has no usable max_batch_size"),
     (engine("pretrained_config.mapping", {"world_size": 2, "tp_size": "2"}), InputDataError, "no numbers of ranks"),
@@ -288,6 +288,9 @@ def test_folders_that_hold_no_engine(tmp_path: Path) -> None:
         read_deployment(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(InputDataError, match=r"\d is a Hugging Face model folder, not an engine; build"):
+        read_deployment(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputDataError, match=r"\d has a config.json without sizes: it has no build_config; build"):
         read_deployment(tmp_path)
     with pytest.raises(ArtefactRefused, match="is served by the LLM API already"):
         read_deployment(llmapi(tmp_path / "llmapi").path)
