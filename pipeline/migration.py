@@ -82,7 +82,7 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
             f"nothing says which model {place} serves", why="no weights are taken out of an engine",
             remedy="give the model that it was built from with --model",
         )  # fmt: skip
-    _require_precision(found, runtime)
+    _require_runnable(found, runtime)
     spec = resolve(found)
     _require_same_model(deployment, spec)
     return Migration(
@@ -185,12 +185,20 @@ def _precision(deployment: Deployment) -> dict[str, Any]:
     return out
 
 
-def _require_precision(found: list[Layer], runtime: str) -> None:
-    """Raises UsageError for a precision that `runtime` does not run; it names precisions and runtimes that would do."""
+def _require_runnable(found: list[Layer], runtime: str) -> None:
+    """Raises UsageError for a GPU or a precision that `runtime` does not run; it names what would do."""
     merged = _merged(found)
-    if not isinstance(merged.get("dtype"), str) or not isinstance(merged.get("gpu"), str):
+    if not isinstance(merged.get("gpu"), str):
         return  # `resolve` says what is missing
     gpu, toolchain, recipes = facts.find_gpu(merged["gpu"]), facts.find_toolchain(None), facts.load_quant_recipes()
+    if gpu.is_cpu and not load_backend(runtime).ON_CPU:
+        others = " or ".join(to for to, other in RUNTIMES.items() if load_backend(other).ON_CPU)
+        raise UsageError(
+            f"the {runtime} runtime needs an NVIDIA GPU", why="what is to be migrated runs on the CPU",
+            remedy=f"name the GPU with --gpu, or take --to {others}",
+        )  # fmt: skip
+    if not isinstance(merged.get("dtype"), str):
+        return
 
     def refusal(dtype: str, runtime: str, kv_cache: str | None = None) -> UsageError | None:
         try:

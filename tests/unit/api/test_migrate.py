@@ -146,6 +146,8 @@ def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None
     assert trtpipe.check(made.target) == []
     with pytest.raises(ArtefactRefused, match=rf"^runs/{made.target}/repository is served by vllm: it holds no engine"):
         trtpipe.migrate(made.target, to="llmapi")
+    with pytest.raises(UsageError, match="the trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"):
+        trtpipe.migrate(built.target, to="llmapi")
 
 
 def test_an_option_outranks_the_engine(nvidia: Path) -> None:

@@ -306,7 +306,7 @@ def test_folders_that_hold_no_engine(tmp_path: Path) -> None:
         read_deployment(engines.path)
 
 
-def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path) -> None:
+def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository: Repository = inflight(tmp_path / "repository")
     repository.parameter("tensorrt_llm", "gpt_model_path", "/engines/llama")
     (tmp_path / "engine").mkdir()
@@ -314,6 +314,11 @@ def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path) -> None:
     config.rename(tmp_path / "engine" / "config.json")
     found = read_deployment(repository.path, tmp_path / "engine")
     assert found.engine.path == tmp_path / "engine"
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(InputDataError, match="^hf is a Hugging Face model folder, not an engine; build"):
+        read_deployment(repository.path, Path("hf"))
     alone = read_deployment(tmp_path / "engine")
     assert {one.place for one in alone.settings} == {"engine"}
     with pytest.raises(UsageError, match="--engine is for a model repository"):
