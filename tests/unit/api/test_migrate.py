@@ -146,7 +146,9 @@ def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None
     assert trtpipe.check(made.target) == []
     with pytest.raises(ArtefactRefused, match=rf"^runs/{made.target}/repository is served by vllm: it holds no engine"):
         trtpipe.migrate(made.target, to="llmapi")
-    with pytest.raises(UsageError, match="the trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"):
+    with pytest.raises(
+        UsageError, match=r"the trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"
+    ):
         trtpipe.migrate(built.target, to="llmapi")
 
 
@@ -183,7 +185,7 @@ def test_a_model_that_comes_quantized_keeps_its_own_precision(nvidia: Path) -> N
         Verdict.CHANGED, "bfloat16", found.spec.precision.name, "the model is quantized already",
     )  # fmt: skip
     assert found.spec.precision.name == "fp8-kv"
-    with pytest.raises(UsageError, match="--dtype bf16 is not the precision of llama3.1-8b-fp8"):
+    with pytest.raises(UsageError, match=r"--dtype bf16 is not the precision of llama3\.1-8b-fp8"):
         trtpipe.migrate(nvidia, to="vllm", model="llama3.1-8b-fp8", gpu="h100", dtype="bf16")
 
 

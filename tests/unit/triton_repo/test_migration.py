@@ -290,7 +290,7 @@ def test_folders_that_hold_no_engine(tmp_path: Path) -> None:
     with pytest.raises(InputDataError, match=r"\d is a Hugging Face model folder, not an engine; build"):
         read_deployment(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputDataError, match=r"\d has a config.json without sizes: it has no build_config; build"):
+    with pytest.raises(InputDataError, match=r"\d has a config\.json without sizes: it has no build_config; build"):
         read_deployment(tmp_path)
     with pytest.raises(ArtefactRefused, match="is served by the LLM API already"):
         read_deployment(llmapi(tmp_path / "llmapi").path)
@@ -317,7 +317,7 @@ def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("hf").mkdir()
     Path("hf/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(InputDataError, match="^hf is a Hugging Face model folder, not an engine; build"):
+    with pytest.raises(InputDataError, match=r"^hf is a Hugging Face model folder, not an engine; build"):
         read_deployment(repository.path, Path("hf"))
     alone = read_deployment(tmp_path / "engine")
     assert {one.place for one in alone.settings} == {"engine"}
