@@ -146,9 +146,7 @@ def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None
     assert trtpipe.check(made.target) == []
     with pytest.raises(ArtefactRefused, match=rf"^runs/{made.target}/repository is served by vllm: it holds no engine"):
         trtpipe.migrate(made.target, to="llmapi")
-    with pytest.raises(
-        UsageError, match=r"the trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"
-    ):
+    with pytest.raises(UsageError, match=r"trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"):
         trtpipe.migrate(built.target, to="llmapi")
 
 
