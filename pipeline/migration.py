@@ -192,10 +192,10 @@ def _require_runnable(found: list[Layer], runtime: str) -> None:
         return  # `resolve` says what is missing
     gpu, toolchain, recipes = facts.find_gpu(merged["gpu"]), facts.find_toolchain(None), facts.load_quant_recipes()
     if gpu.is_cpu and not load_backend(runtime).ON_CPU:
-        others = " or ".join(to for to, other in RUNTIMES.items() if load_backend(other).ON_CPU)
+        able = " or ".join(to for to, other in RUNTIMES.items() if load_backend(other).ON_CPU)
         raise UsageError(
             f"the {runtime} runtime needs an NVIDIA GPU", why="what is to be migrated runs on the CPU",
-            remedy=f"name the GPU with --gpu, or take --to {others}",
+            remedy=f"name the GPU with --gpu, or take --to {able}",
         )  # fmt: skip
     if not isinstance(merged.get("dtype"), str):
         return
