@@ -194,7 +194,7 @@ def _require_runnable(found: list[Layer], runtime: str) -> None:
     if gpu.is_cpu and not load_backend(runtime).ON_CPU:
         able = " or ".join(to for to, other in RUNTIMES.items() if load_backend(other).ON_CPU)
         raise UsageError(
-            f"the {runtime} runtime needs an NVIDIA GPU", why="what is to be migrated runs on the CPU",
+            f"the {runtime} runtime needs an NVIDIA GPU", why="the GPU of the new target is cpu",
             remedy=f"name the GPU with --gpu, or take --to {able}",
         )  # fmt: skip
     if not isinstance(merged.get("dtype"), str):
