@@ -14,6 +14,9 @@ from trtpipe.engines.errors import HostError
 
 # Smaller files are copied, so that editing a linked config.json in place cannot change an artefact.
 LINK_FROM_BYTES = 1 << 20
+# Bytes of one write. ext4 keeps those of a larger one in pages of 2 MB, and where memory is fragmented the kernel may
+# spend ten times as long on making such a page as on copying into it.
+WRITE_BYTES = 512 << 10
 # What the operating system says of a disk or a quota that is full, in messages of programs and libraries.
 FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
@@ -78,5 +81,5 @@ def pwrite_all(file: int, data: bytes | memoryview, position: int) -> None:
     """Write all of `data` at `position`; one pwrite call may write less, after a signal or at a quota."""
     view = memoryview(data)
     while view:
-        written = os.pwrite(file, view, position)
+        written = os.pwrite(file, view[:WRITE_BYTES], position)
         view, position = view[written:], position + written

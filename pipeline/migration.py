@@ -69,6 +69,8 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     rows = migration_table(deployment, runtime)
     plan = None if run is None else run.spec()
     asked = {name for _, layer in given for name in layer}
+    if _comes_quantized(given):
+        asked.add("dtype")  # the model's files have one already
     base: list[Layer] = [
         (_PASSPORT, _from_passport(deployment, asked)),
         (_PLAN, {} if plan is None else _from_plan(plan, asked)),
@@ -81,7 +83,7 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
             f"nothing says which model {place} serves", why="no weights are taken out of an engine",
             remedy="give the model that it was built from with --model",
         )  # fmt: skip
-    _require_precision(found, runtime)
+    _require_runnable(found, runtime)
     spec = resolve(found)
     _require_same_model(deployment, spec)
     return Migration(
@@ -94,9 +96,20 @@ def _place(folder: Path) -> tuple[RunFolder | None, Path]:
     """The run folder that `folder` belongs to, if any, and the folder of the deployment. Raises InputDataError."""
     run = find_run(str(folder))
     if run is not None:
-        return run, run.linked("repository") if (run.path / "repository").is_dir() else run.linked("engine")
+        makes = "repository" if (run.path / "repository").is_dir() else "engine"
+        run.linked(makes)
+        return run, run.path / makes  # messages name the target, not the store's folder
     inside = folder.parent / "plan.json"
     return RunFolder(folder.parent) if folder.is_dir() and inside.is_file() else None, folder
+
+
+def _comes_quantized(given: list[Layer]) -> bool:
+    """Whether the options give a model whose files are quantized already. Raises UsageError and InputDataError."""
+    options = _merged(given)
+    if not isinstance(options.get("model"), str):
+        return False
+    model = facts.find_model(options["model"], source=options.get("source"), revision=options.get("revision"))
+    return model.stored is not None
 
 
 def _require_family(deployment: Deployment) -> None:
@@ -173,12 +186,20 @@ def _precision(deployment: Deployment) -> dict[str, Any]:
     return out
 
 
-def _require_precision(found: list[Layer], runtime: str) -> None:
-    """Raises UsageError for a precision that `runtime` does not run; it names precisions and runtimes that would do."""
+def _require_runnable(found: list[Layer], runtime: str) -> None:
+    """Raises UsageError for a GPU or a precision that `runtime` does not run; it names what would do."""
     merged = _merged(found)
-    if not isinstance(merged.get("dtype"), str) or not isinstance(merged.get("gpu"), str):
+    if not isinstance(merged.get("gpu"), str):
         return  # `resolve` says what is missing
     gpu, toolchain, recipes = facts.find_gpu(merged["gpu"]), facts.find_toolchain(None), facts.load_quant_recipes()
+    if gpu.is_cpu and not load_backend(runtime).ON_CPU:
+        able = " or ".join(to for to, other in RUNTIMES.items() if load_backend(other).ON_CPU)
+        raise UsageError(
+            f"the {runtime} runtime needs an NVIDIA GPU", why="the GPU of the new target is cpu",
+            remedy=f"name the GPU with --gpu, or take --to {able}",
+        )  # fmt: skip
+    if not isinstance(merged.get("dtype"), str):
+        return
 
     def refusal(dtype: str, runtime: str, kv_cache: str | None = None) -> UsageError | None:
         try:
@@ -226,6 +247,7 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
     same = (algo, cache) == tuple(one and one.value for one in (now.quant_algo, now.kv_cache_quant_algo))
     same = same and (algo is not None or dtype == spec.precision.dtype.value)
     had = ", ".join([str(algo or dtype), *([f"KV cache {cache}"] if cache else [])])
+    why = "asked for" if spec.precision.reason == "requested" else spec.precision.reason
     released = spec.runtime in spec.toolchain.runtimes
 
     def row(name: str, value: Any, becomes: str, to: Any, *, kept: bool, why: str = "asked for") -> Row:
@@ -236,7 +258,7 @@ def _target_rows(deployment: Deployment, spec: BuildSpec) -> list[Row]:
 
     rows = [
         row("weights", None, "model", spec.model.source.describe(), kept=False, why="none are taken out of an engine"),
-        row("precision", had, "dtype", spec.precision.name, kept=same),
+        row("precision", had, "dtype", spec.precision.name, kept=same, why=why),
     ]
     for name, value, becomes, to in (
         ("gpu", None if engine.passport is None else engine.passport.gpu, "gpu", spec.gpu.name),

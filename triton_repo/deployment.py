@@ -75,7 +75,9 @@ def read_deployment(folder: Path, engine: Path | None = None) -> Deployment:
     _refuse(report, folder)
     name = _engine_model(models, folder)
     if engine is not None:
-        found = read_engine(engine, engine, str(engine), report)
+        elsewhere = Report(repository=engine)
+        found = read_engine(engine, engine, str(engine), elsewhere)
+        _refuse(elsewhere, engine)
     else:
         found = find_engine(models[name], "gpt_model_path", models, report)
     _refuse(report, folder)

@@ -331,6 +331,8 @@ def _release(toolchain: str | None) -> str:
     """The release of that name. Raises UsageError for an unknown one, and for one that reads no checkpoint."""
     from trtpipe.configs import facts
 
+    if toolchain is None:  # one that does; reading all of them takes a quarter of a second
+        return facts.DEFAULT_TOOLCHAIN
     found = facts.find_toolchain(toolchain)
     found.require_runtime("tensorrt_llm")
     return found.name

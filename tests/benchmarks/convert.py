@@ -9,7 +9,7 @@ last write returns; none waits for the disk to have it. Memory is the peak of th
 (RssAnon), sampled every 20 ms: mapped and cached file pages are the kernel's to take back. A 70B is planned and
 moved from sparse files, which cost no disk to read.
 
-    python -m tests.benchmarks.convert SCRATCH [--sizes 1b,8b,moe] [--report FILE.md]
+    python -m tests.benchmarks.convert SCRATCH [--sizes 1b,8b,moe] [--rounds 3] [--report FILE.md]
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _timed(caster: Caster, values: np.ndarray[tuple[int], np.dtype[np.unsignedin
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scratch", type=Path)
-    parser.add_argument("--sizes", default="1b,8b")
+    parser.add_argument("--sizes", default="1b,8b,moe")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--read-only", type=Path, help=argparse.SUPPRESS)

@@ -165,7 +165,7 @@ def _read(folder: Path, where: Location, text: str, passport: Passport | None, r
         kind = "a TensorRT-LLM checkpoint, not an engine" if "architecture" in raw else kind
         if kind is None:
             report.error(
-                "engine-config", where, f"is '{text}', whose config.json has no sizes",
+                "engine-config", where, f"is '{text}', which has a config.json without sizes",
                 "it has no build_config", "build the engine with trtllm-build, and name its folder",
             )  # fmt: skip
             return None

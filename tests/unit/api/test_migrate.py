@@ -14,7 +14,7 @@ from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
 from tests.support.repository_changes import made, rendered
 from tests.support.triton_repositories import Repository, inflight
-from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.migration import Verdict
@@ -144,6 +144,10 @@ def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None
         "enforce-eager": True,
     }  # fmt: skip
     assert trtpipe.check(made.target) == []
+    with pytest.raises(ArtefactRefused, match=rf"^runs/{made.target}/repository is served by vllm: it holds no engine"):
+        trtpipe.migrate(made.target, to="llmapi")
+    with pytest.raises(UsageError, match=r"trtllm_pytorch runtime needs an NVIDIA GPU: .*; name the GPU with --gpu"):
+        trtpipe.migrate(built.target, to="llmapi")
 
 
 def test_an_option_outranks_the_engine(nvidia: Path) -> None:
@@ -168,6 +172,19 @@ def test_precisions(nvidia: Path, quantization: dict[str, Any], dtype: str, dtyp
     assert found.spec.precision.name == dtype_of_target
     row = next(row for row in found.rows if row.setting == "precision")
     assert row.verdict is Verdict.CARRIED
+
+
+def test_a_model_that_comes_quantized_keeps_its_own_precision(nvidia: Path) -> None:
+    """A bf16 engine, and a model whose files are FP8: the engine's precision is not asked of them."""
+    change(nvidia, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
+    found = trtpipe.migrate(nvidia, to="vllm", model="llama3.1-8b-fp8", gpu="h100")
+    row = next(row for row in found.rows if row.setting == "precision")
+    assert (row.verdict, row.value, row.to, row.why) == (
+        Verdict.CHANGED, "bfloat16", found.spec.precision.name, "the model is quantized already",
+    )  # fmt: skip
+    assert found.spec.precision.name == "fp8-kv"
+    with pytest.raises(UsageError, match=r"--dtype bf16 is not the precision of llama3\.1-8b-fp8"):
+        trtpipe.migrate(nvidia, to="vllm", model="llama3.1-8b-fp8", gpu="h100", dtype="bf16")
 
 
 # how the engine is changed, options, the error and a part of its line

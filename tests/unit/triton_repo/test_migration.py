@@ -259,7 +259,7 @@ REFUSED: list[tuple[Change, type[TrtpipeError], str]] = [
     (param("gpt_model_path", "/engines/llama"), InputDataError,
      r"names the engine '/engines/llama', which is not on this machine; give its folder with --engine"),
     (param("gpt_model_path", "tensorrt_llm/2"), InputDataError, r"is 'tensorrt_llm/2', which is not there"),
-    (engine("build_config", None), InputDataError, "whose config.json has no sizes"),
+    (engine("build_config", None), InputDataError, "which has a config.json without sizes"),
     (engine("build_config.max_batch_size", None), InputDataError, "build_config has no usable max_batch_size"),
     (engine("build_config.max_batch_size", -3), InputDataError, "build_config has no usable max_batch_size"),
     (engine("pretrained_config.mapping", {"world_size": 2, "tp_size": "2"}), InputDataError, "no numbers of ranks"),
@@ -289,6 +289,9 @@ def test_folders_that_hold_no_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(InputDataError, match=r"\d is a Hugging Face model folder, not an engine; build"):
         read_deployment(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputDataError, match=r"\d has a config\.json without sizes: it has no build_config; build"):
+        read_deployment(tmp_path)
     with pytest.raises(ArtefactRefused, match="is served by the LLM API already"):
         read_deployment(llmapi(tmp_path / "llmapi").path)
     with pytest.raises(ArtefactRefused, match="is served by vllm"):
@@ -303,7 +306,7 @@ def test_folders_that_hold_no_engine(tmp_path: Path) -> None:
         read_deployment(engines.path)
 
 
-def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path) -> None:
+def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository: Repository = inflight(tmp_path / "repository")
     repository.parameter("tensorrt_llm", "gpt_model_path", "/engines/llama")
     (tmp_path / "engine").mkdir()
@@ -311,6 +314,11 @@ def test_an_engine_that_is_elsewhere_and_one_alone(tmp_path: Path) -> None:
     config.rename(tmp_path / "engine" / "config.json")
     found = read_deployment(repository.path, tmp_path / "engine")
     assert found.engine.path == tmp_path / "engine"
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(InputDataError, match=r"^hf is a Hugging Face model folder, not an engine; build"):
+        read_deployment(repository.path, Path("hf"))
     alone = read_deployment(tmp_path / "engine")
     assert {one.place for one in alone.settings} == {"engine"}
     with pytest.raises(UsageError, match="--engine is for a model repository"):
