@@ -22,6 +22,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import forked
 from tests.support.factories import write_tokenizer
 from trtpipe.configs import facts as configs
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -42,11 +43,14 @@ settings.load_profile("trtpipe")
 TOGETHER = (
     ("tests/e2e/smollm2/",),
     ("tests/e2e/commands/",),
+    ("tests/e2e/faults/",),
+    ("tests/e2e/features/",),
+    ("tests/e2e/test_engine.py", "tests/e2e/test_docker.py"),
     ("tests/unit/engines/reference/", "tests/unit/engines/quantize/", "tests/unit/engines/accuracy/"),
 )
 # What takes minutes begins first, and of the files that wait for the build of SmolLM2 one alone.
 FIRST = (
-    *TOGETHER[0], *TOGETHER[2], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
+    *TOGETHER[0], *TOGETHER[-1], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
     "tests/e2e/test_vllm.py", "tests/e2e/", "tests/unit/bench/workers/test_ray.py", "tests/attacks/",
 )  # fmt: skip
 
@@ -123,6 +127,7 @@ def frozen() -> None:
 def no_stray_processes() -> Iterator[None]:
     """What a test starts it ends: at the end of the session no child is left."""
     yield
+    forked.end()
     import psutil
 
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
