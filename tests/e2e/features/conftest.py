@@ -31,9 +31,7 @@ class Front:
 
 
 @pytest.fixture(scope="package")
-def front(
-    cli: Cli, serve: Callable[..., Served], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Front]:
+def front(cli: Cli, serve: Callable[..., Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     """A model with an adapter that drafts for itself."""
     folder = tmp_path_factory.mktemp("models") / "adapted"
     model = hf_folder(folder, dtype="F32", max_position_embeddings=8192, seed=3)

@@ -82,9 +82,9 @@ def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_pat
     assert said == text(front, names["second"], prompt="once", max_tokens=16, ignore_eos=False) + "\n"
 
     # A long answer outlives its adapter, and is the one that it would have been.
-    before = text(front, names["second"], max_tokens=400)
+    before = text(front, names["second"], max_tokens=200)
     running: list[str] = []
-    thread = threading.Thread(target=lambda: running.append(text(front, names["second"], max_tokens=400)))
+    thread = threading.Thread(target=lambda: running.append(text(front, names["second"], max_tokens=200)))
     thread.start()
     assert until(lambda: front.served.gauges()[ACTIVE] == 1)
     assert cli.ok("lora", "remove", "second", *HERE).out == f"{TARGET} no longer serves {TARGET}:second\n"

@@ -28,9 +28,9 @@ def counts(front: Front) -> dict[str, int]:
 
 
 def test_drafts_of_the_model_itself_are_all_accepted(front: Front, tmp_path: Path) -> None:
-    figures = json.loads(
-        front.served.cli.ok("top", "--server", TARGET, "--once", "--interval", "0.5", "--json").out
-    )["figures"]
+    figures = json.loads(front.served.cli.ok("top", "--server", TARGET, "--once", "--interval", "0.5", "--json").out)[
+        "figures"
+    ]
     (engine_figures,) = figures["engines"]
     assert engine_figures["model"] == "tensorrt_llm"
     before = counts(front)
