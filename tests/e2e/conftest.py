@@ -41,6 +41,9 @@ FP8 = [
 # Gauges of TensorRT-LLM.
 ACTIVE, USED = "nv_trt_llm_request_metrics{active}", "nv_trt_llm_kv_cache_block_metrics{used}"
 
+# Words of the four-layer model: a comparison of models mostly computes their likelihoods.
+WORDS = 8192
+
 # How long a server may take to start here.
 START_SECONDS = 150.0
 NEW_TOKENS = 16
@@ -227,24 +230,33 @@ def smollm2_hf(cli: Cli, target: str) -> Path:
 
 @pytest.fixture(scope="session")
 def four_layers(smollm2_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first four layers of SmolLM2 as a model: real weights, a tenth of the time."""
+    """The first four layers and words of SmolLM2 as a model: real weights, a tenth of the time."""
     out = tmp_path_factory.mktemp("models") / "smollm2-4"
-    shutil.copytree(smollm2_hf, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    out.mkdir()
+    for path in smollm2_hf.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").unlink()
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "vocab_size": WORDS}))
+    # A word's number is its place among the merges, so that the first words are those of the first merges.
+    tokenizer = json.loads((out / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {word: number for word, number in model["vocab"].items() if number < WORDS}
+    model["merges"] = [(left, right) for left, right in model["merges"] if left + right in model["vocab"]]
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
     (weights,) = smollm2_hf.glob("*.safetensors")
     layers = {f"model.layers.{number}" for number in range(4)}
     kept = [
         tensor for name, tensor in read_header(weights).tensors.items()
         if not name.startswith("model.layers.") or ".".join(name.split(".")[:3]) in layers
     ]  # fmt: skip
-    header, _ = header_bytes((tensor.name, tensor.dtype, tensor.shape) for tensor in kept)
+    shapes = [(WORDS, *one.shape[1:]) if one.shape[0] == config["vocab_size"] else one.shape for one in kept]
+    header, _ = header_bytes((one.name, one.dtype, shape) for one, shape in zip(kept, shapes, strict=True))
     with weights.open("rb") as source, (out / "model.safetensors").open("wb") as file:
         file.write(header)
-        for tensor in kept:
+        for tensor, shape in zip(kept, shapes, strict=True):
             source.seek(tensor.offset)
-            file.write(source.read(tensor.nbytes))
+            file.write(source.read(tensor.nbytes * shape[0] // tensor.shape[0]))
     return out
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.e2e.conftest import Cli, Served
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
@@ -21,6 +22,7 @@ MODEL, ALIAS = "smollm2-135m", "gpt-4o"
 # The same model to a gateway that does not know the engine's limits, and with a chat template that contains the tools.
 UNLIMITED, TOOLS = "unlimited", "tools"
 KEY = "the-key"
+TOKENS = 8
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Call one by <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
@@ -28,6 +30,22 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n"
 )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_hf: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2_hf / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def texts(greedy_texts: tuple[str, ...]) -> tuple[str, ...]:
+    return greedy_texts[:8]
+
+
+@pytest.fixture(scope="session")
+def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """What transformers says greedily in float32, cut to TOKENS."""
+    return [tokenizer.decode(tokens[:TOKENS]) for tokens in expected[: len(texts)]]
 
 
 @pytest.fixture(scope="package")

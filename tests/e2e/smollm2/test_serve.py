@@ -17,26 +17,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.conftest import USED, Served
+from tests.e2e.smollm2.conftest import TOKENS
 
 pytestmark = pytest.mark.real
-
-TOKENS = 8
-
-
-@pytest.fixture(scope="session")
-def tokenizer(smollm2_hf: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2_hf / "tokenizer.json"))
-
-
-@pytest.fixture(scope="session")
-def texts(greedy_texts: tuple[str, ...]) -> tuple[str, ...]:
-    return greedy_texts[:8]
-
-
-@pytest.fixture(scope="session")
-def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """What transformers says greedily in float32, cut to TOKENS."""
-    return [tokenizer.decode(tokens[:TOKENS]) for tokens in expected[: len(texts)]]
 
 
 def grpc_stream(served: Served, text: str, model: str = "ensemble") -> str:
