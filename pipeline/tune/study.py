@@ -40,7 +40,8 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
-    request_s seconds of one request at its lowest load, the median; 0 where that is not known
+    request_s seconds of a request, the lowest median of its load points; 0 where that is not known
+    tail_s    seconds of a load point after its length, the mean
     rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
               them, None where that is not known
     interval  rates between which the limit lies; None for an open side
@@ -55,6 +56,7 @@ class Run:
     rate: float | None
     start_s: float = 0.0
     request_s: float = 0.0
+    tail_s: float = 0.0
     interval: tuple[float | None, float | None] = (None, None)
     told: str = ""
     points: tuple[Point, ...] = ()
@@ -102,9 +104,8 @@ class Run:
             good = (one.metrics["request_goodput"]["value"] for one in there)
             answered = [value for value in good if value is not None]
             rate = min(rate, sum(answered) / len(answered)) if answered else rate
-        # The first load point is the lowest: one request at a time, or the rate where the search begins.
-        alone = (one.metrics["request_latency"]["p50"] for one in bench.results)
-        request_s = next((value / 1e3 for value in alone if value is not None), 0.0)
+        medians = (one.metrics["request_latency"]["p50"] for one in bench.results)
+        request_s = min((value / 1e3 for value in medians if value is not None), default=0.0)
         told = found.ended or ""
         return cls(rate=rate, request_s=request_s, interval=found.interval, told=told, points=tuple(points), **known)
 
@@ -180,6 +181,8 @@ class Study:
         if self.winner is None:
             return "nothing was measured"
         cut = "" if self.winner.complete else "; time was over before the last round"
+        if not any(run.candidate.changes for run in self.runs):
+            return "nothing but the target as it is was measured"
         if not self.winner.candidate.changes:
             return f"the target serves best as it is: nothing that was tried gains more than {CLOSE:.0%}{cut}"
         runs = self.of(self.winner.candidate)

@@ -149,6 +149,8 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
     scratch = args.scratch.resolve()
+    # Servers start in another folder. A virtual environment is found by the link that its Python is, not by its end.
+    args.engine_python = str(Path.cwd() / args.engine_python)
     scratch.mkdir(parents=True, exist_ok=True)
     pairs = [(runtime, dtype) for dtype in args.dtype or DTYPES for runtime in args.only or RUNTIMES]
     engines = {(runtime, dtype): build(args.model.resolve(), dtype, runtime, scratch) for runtime, dtype in pairs}

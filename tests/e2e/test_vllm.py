@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -195,6 +196,22 @@ def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, mo
     assert cli.ok("generate", prompt, "--raw", "--max-tokens", str(NEW), "--server", NAME).out.rstrip("\n") == (
         tokenizer.decode(first)
     )
+
+
+def test_vllms_own_server_gives_these_tokens_too(cli: Cli, model: Path, expected: list[list[int]]) -> None:
+    name = NAME.replace("tiny-v", "tiny-n")
+    copy = shutil.copytree(model, model.with_name("tiny-n"))
+    cli.ok("build", "--model", str(copy), "--runtime", "vllm", *words())
+    cli.ok("serve", name, "--front", "native", "--detach", "--openai-port", "0")
+    try:
+        (entry,) = (one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == name)
+        body = {"model": name, "prompt": list(PROMPTS[1]), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(
+            f"{entry['openai']}/v1/completions", json={**body, "return_token_ids": True}, timeout=60, trust_env=False
+        )
+        assert answer.json()["choices"][0]["token_ids"] == expected[1]
+    finally:
+        cli.ok("stop", name)
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ Load = Closed | Open | Staged | Replay
 
 def exact(value: float) -> Fraction:
     """The decimal number that a user wrote: 1.1 is exactly 11/10, which no float is."""
-    return Fraction(repr(value))
+    return Fraction(repr(float(value)))
 
 
 def _check_end(requests: int | None, duration_s: float | None) -> None:

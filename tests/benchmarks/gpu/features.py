@@ -6,7 +6,6 @@ nothing in its answers repeats, so that a guide repeats where drafts are to be a
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def _measure(
         run = place.build(model, DTYPE, runtime, *settings, words=words)
         with place.front(run.name) as entry:
             out[name] = loads(entry, run.name)
-    except (RuntimeError, httpx.HTTPError, subprocess.CalledProcessError) as error:
+    except (RuntimeError, httpx.HTTPError) as error:
         out.setdefault("reasons", {})[name] = str(error)[:500] or type(error).__name__
 
 

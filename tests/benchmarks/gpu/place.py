@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,10 @@ reference.PROCESS = vllm.PROCESS = "tests.benchmarks.gpu.measured"
 """
 
 
+class Failed(RuntimeError):
+    """A command that did not succeed, with its message."""
+
+
 @dataclass
 class Place:
     """A scratch folder, the Python that torch and vLLM are installed in, and the GPU's name among ours.
@@ -54,17 +59,26 @@ class Place:
         }  # fmt: skip
 
     def trtpipe(self, *words: str, through: str = "", **environment: str) -> float:
-        """Run the command, after the Python `through`; seconds. Raises CalledProcessError."""
+        """Run the command, after the Python `through`; seconds. Raises Failed."""
         said = " ".join(["trtpipe", *words]).replace(str(self.scratch), "SCRATCH")
         self.said.append(said.replace(self.engine_python, "ENGINE_PYTHON"))
         print("+", self.said[-1], flush=True)
         began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-c", f"{through}\n{PROGRAM}", *words],
-            cwd=self.scratch,
-            env={**self.environment, **environment},
-            check=True,
-        )
+        # A file, since a server that goes on may keep it open.
+        log = self.scratch / "logs" / f"{time.time_ns()}-{words[0]}.log"
+        with log.open("wb") as out:
+            code = subprocess.run(
+                [sys.executable, "-c", f"{through}\n{PROGRAM}", *words],
+                cwd=self.scratch,
+                env={**self.environment, **environment},
+                stderr=out,
+                check=False,
+            ).returncode
+        told = log.read_text(encoding="utf-8", errors="replace")
+        print(told, end="", flush=True)
+        if code:
+            *_, last = re.findall(r"^error: (.*)", told, re.MULTILINE) or [f"exit code {code}"]
+            raise Failed(f"trtpipe {words[0]}: {last}")
         return time.perf_counter() - began
 
     def inside(
@@ -109,8 +123,10 @@ class Place:
         return json.loads(result.read_text(encoding="utf-8"))
 
     def build(self, model: Path, dtype: str, runtime: str, *settings: str, words: Sequence[str] = ()) -> Path:
-        """Build a target with the settings, and with further words of the command; its run folder."""
-        sets = [word for setting in (*SIZES, *CALIBRATION, *settings) for word in ("--set", setting)]
+        """Build a target with the settings, each in place of one of that name in SIZES, and with further words of the
+        command; its run folder."""
+        chosen = {one.partition("=")[0]: one for one in (*SIZES, *CALIBRATION, *settings)}
+        sets = [word for setting in chosen.values() for word in ("--set", setting)]
         self.trtpipe(
             "build", "--model", str(model), "--gpu", self.gpu, "--dtype", dtype, "--runtime", runtime,
             "--accept-accuracy", *sets, *words,
@@ -176,7 +192,7 @@ class Place:
             words += ["--connections", CONNECTIONS]
         try:
             self.trtpipe(*words)
-        except subprocess.CalledProcessError:
+        except Failed:
             if not path.exists():
                 raise
         (row,) = served_rows(json.loads(path.read_text(encoding="utf-8")))

@@ -118,6 +118,15 @@ def test_a_short_time_leaves_candidates_out_and_says_so(machine: Machine, target
     assert len({name for name, _, _ in machine.measured}) <= 4
 
 
+def test_without_time_for_a_change_the_result_says_how_much_one_takes(machine: Machine, target: str) -> None:
+    study = trtpipe.tune(target, SLO, minutes=1)
+    assert study.said() == "nothing but the target as it is was measured"
+    assert study.state == "out of time"
+    # Six measurements, of one second until the server is there and six load points of three seconds.
+    assert set(study.left.values()) == {"there was no time for it: one change takes 2 --minutes"}
+    assert {name for name, _, _ in machine.measured} == {"as it is"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
