@@ -23,6 +23,12 @@ from typing import IO, Any
 
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 MOST_BYTES = 1 << 17
+# Nearly all that commands import; of packages each module.
+PACKAGES = (
+    "trtpipe.pipeline", "trtpipe.pipeline.cli", "trtpipe.pipeline.stages", "trtpipe.pipeline.serving",
+    "trtpipe.engines.backends", "trtpipe.engines.families", "trtpipe.triton_repo.check",
+)  # fmt: skip
+MODULES = ("trtpipe.pipeline.bench.run", "jinja2", "pydantic.main", "rich.console", "tokenizers")
 _lock = threading.Lock()
 _process: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
@@ -106,11 +112,13 @@ def _become(asked: dict[str, Any], told: int, *streams: int) -> None:
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder
     from trtpipe import launch
-    from trtpipe.pipeline import api, cli
 
-    for package in (cli, api):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__, f"{name}."):
             importlib.import_module(module.name)
+    for name in MODULES:
+        importlib.import_module(name)
     gc.freeze()  # what no fork collects, all share
     main(socket.socket(fileno=int(sys.argv[1])))
     launch.main()
