@@ -198,6 +198,7 @@ def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, mo
     )
 
 
+@pytest.mark.slow  # vLLM starts once more: 40 seconds of processor time
 def test_vllms_own_server_gives_these_tokens_too(cli: Cli, model: Path, expected: list[list[int]]) -> None:
     name = NAME.replace("tiny-v", "tiny-n")
     copy = shutil.copytree(model, model.with_name("tiny-n"))
