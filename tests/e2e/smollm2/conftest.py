@@ -22,7 +22,7 @@ MODEL, ALIAS = "smollm2-135m", "gpt-4o"
 # The same model to a gateway that does not know the engine's limits, and with a chat template that contains the tools.
 UNLIMITED, TOOLS = "unlimited", "tools"
 KEY = "the-key"
-TOKENS = 8
+TOKENS = 6
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Call one by <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'

@@ -82,9 +82,9 @@ def test_finish_by_length_and_by_a_stop_string(served: Served, client: openai.Op
 
 
 def test_characters_that_span_tokens(client: openai.OpenAI) -> None:
-    chunks = client.completions.create(model=MODEL, prompt="😀" * 10, max_tokens=24, temperature=0, stream=True)
+    chunks = client.completions.create(model=MODEL, prompt="😀" * 10, max_tokens=12, temperature=0, stream=True)
     pieces = [chunk.choices[0].text for chunk in chunks]
-    assert "".join(pieces) == "😀" * 8
+    assert "".join(pieces) == "😀" * 4
     assert "" not in pieces[:-1]
 
 
