@@ -22,6 +22,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import forked
 from tests.support.factories import write_tokenizer
 from trtpipe.configs import facts as configs
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -42,6 +43,9 @@ settings.load_profile("trtpipe")
 TOGETHER = (
     ("tests/e2e/smollm2/",),
     ("tests/e2e/commands/",),
+    ("tests/e2e/faults/",),
+    ("tests/e2e/features/",),
+    ("tests/e2e/test_engine.py", "tests/e2e/test_docker.py"),
     (
         "tests/unit/engines/quantize/", "tests/unit/engines/accuracy/", "tests/unit/engines/families/test_phi3.py",
         "tests/unit/engines/reference/test_quantized.py", "tests/unit/stages/test_stored.py",
@@ -127,6 +131,7 @@ def frozen() -> None:
 def no_stray_processes() -> Iterator[None]:
     """What a test starts it ends: at the end of the session no child is left."""
     yield
+    forked.end()
     import psutil
 
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]

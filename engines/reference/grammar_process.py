@@ -18,9 +18,8 @@ import socket
 import sys
 from pathlib import Path
 
-import xgrammar
-
 from trtpipe.engines.json_input import load_json, parse_json
+from trtpipe.engines.reference.xgrammar_alone import xgrammar
 from trtpipe.engines.sampling import WHITE_SPACE, Guide
 
 COMPILED, REFUSED = b"\1", b"\0"

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed
-from torch.distributed import _symmetric_memory
 
 # Sums of up to so many bytes are made by the GPUs in each other's memory; NCCL is faster for larger ones.
 _SHARED_BYTES = 8 << 20
@@ -72,6 +71,9 @@ class Apart:
         self._shared: torch.Tensor | None = None
         group = torch.distributed.group.WORLD
         if group is not None and dtype in _SUMMED and size in _KERNEL_RANKS and _peers(size):
+            # Imported here: it imports torch's tracing, which takes a second.
+            from torch.distributed import _symmetric_memory
+
             self._shared = _symmetric_memory.empty(
                 _SHARED_BYTES // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
             )

@@ -31,7 +31,9 @@ SECRETS = {
 def server(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     model = hf_folder(tmp_path_factory.mktemp("models") / "attacked", dtype="F32", max_position_embeddings=8192)
     sizes = [word for size in SIZES for word in ("--set", f"build.{size}")]
-    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *sizes)
+    # Two streams come through the script, and a third request asks whether it works.
+    scripts = ("--set", "serving.bls_instance_count=3")
+    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *sizes, *scripts)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRETS.items():
             patch.setenv(name, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -16,19 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.support import forked
 from tests.support.factories import hf_folder
-from tests.support.paths import ROOT
+from tests.support.paths import GOLDEN, ROOT
+from trtpipe.engines.hf.safetensors_file import header_bytes, read_header
 from trtpipe.pipeline.serving.serve import stop
 from trtpipe.pipeline.serving.servers import recorded
 from trtpipe.pipeline.store.store import Store
-
-if TYPE_CHECKING:
-    from trtpipe.engines.reference.runtime import Runtime
 
 CAPITALS = ROOT / "tests" / "data" / "tasks" / "capitals.yaml"
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
@@ -43,10 +41,14 @@ FP8 = [
 # Gauges of TensorRT-LLM.
 ACTIVE, USED = "nv_trt_llm_request_metrics{active}", "nv_trt_llm_kv_cache_block_metrics{used}"
 
+# Words of the four-layer model: a comparison of models mostly computes their likelihoods.
+WORDS = 8192
+
 # How long a server may take to start here.
 START_SECONDS = 150.0
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 END = 2
+GREEDY = "smollm2_greedy.json"
 TEXTS = (
     "The capital of France is",
     "Water boils at",
@@ -95,6 +97,8 @@ class Cli:
 
     def run(self, *arguments: str, text: str = "", timeout: float = 1500) -> Finished:
         """Run the command with `text` as its input."""
+        if arguments[0] != "serve":  # the process of a server is known by its words
+            return Finished(*forked.run(arguments, self.folder, self.environment(), text, timeout))
         done = subprocess.run(
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), capture_output=True, text=True,
             timeout=timeout, check=False, input=text,
@@ -155,6 +159,7 @@ class Served:
     http: str
     grpc: str
     metrics: str
+    openai: str
 
     def generate(self, model: str = "ensemble", **body: Any) -> dict[str, Any]:
         """One answer over HTTP /generate: the reply's JSON, with `error` in it when it failed."""
@@ -225,24 +230,33 @@ def smollm2_hf(cli: Cli, target: str) -> Path:
 
 @pytest.fixture(scope="session")
 def four_layers(smollm2_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first four layers of SmolLM2 as a model: real weights, a tenth of the time."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
+    """The first four layers and words of SmolLM2 as a model: real weights, a tenth of the time."""
     out = tmp_path_factory.mktemp("models") / "smollm2-4"
-    shutil.copytree(smollm2_hf, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    out.mkdir()
+    for path in smollm2_hf.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").unlink()
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    tensors = {}
-    for path in smollm2_hf.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = file.keys()
-            for name in names:
-                layer = re.match(r"model\.layers\.(\d+)\.", name)
-                if layer is None or int(layer[1]) < 4:
-                    tensors[name] = file.get_tensor(name)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "vocab_size": WORDS}))
+    # A word's number is its place among the merges, so that the first words are those of the first merges.
+    tokenizer = json.loads((out / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {word: number for word, number in model["vocab"].items() if number < WORDS}
+    model["merges"] = [(left, right) for left, right in model["merges"] if left + right in model["vocab"]]
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (weights,) = smollm2_hf.glob("*.safetensors")
+    layers = {f"model.layers.{number}" for number in range(4)}
+    kept = [
+        tensor for name, tensor in read_header(weights).tensors.items()
+        if not name.startswith("model.layers.") or ".".join(name.split(".")[:3]) in layers
+    ]  # fmt: skip
+    shapes = [(WORDS, *one.shape[1:]) if one.shape[0] == config["vocab_size"] else one.shape for one in kept]
+    header, _ = header_bytes((one.name, one.dtype, shape) for one, shape in zip(kept, shapes, strict=True))
+    with weights.open("rb") as source, (out / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for tensor, shape in zip(kept, shapes, strict=True):
+            source.seek(tensor.offset)
+            file.write(source.read(tensor.nbytes * shape[0] // tensor.shape[0]))
     return out
 
 
@@ -260,13 +274,14 @@ def smollm2_engine_fp32(cli: Cli, target: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(cli: Cli) -> Callable[[str], Served]:
-    """Serve a target on free ports; what is still running at the end is ended."""
-    free = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
+def serve(cli: Cli) -> Callable[..., Served]:
+    """Serve a target on free ports, with further words of `trtpipe serve`."""
+    free = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
 
-    def start(target: str) -> Served:
-        server = json.loads(cli.ok("serve", target, "--detach", "--json", *free).out)
-        return Served(cli, server["server"], server["pid"], server["http"], server["grpc"], server["metrics"])
+    def start(target: str, *words: str) -> Served:
+        told = json.loads(cli.ok("serve", target, "--detach", "--json", *free, *words).out)
+        addresses = (told[name] for name in ("http", "grpc", "metrics", "openai"))
+        return Served(cli, told["server"], told["pid"], *addresses)
 
     return start
 
@@ -287,54 +302,7 @@ def prompts(smollm2_hf: Path, greedy_texts: tuple[str, ...]) -> list[tuple[int, 
 
 
 @pytest.fixture(scope="session")
-def runtime(smollm2_engine_fp32: Path) -> Runtime:
-    """The reference runtime, in this process."""
-    from trtpipe.engines.reference.runtime import Runtime
-
-    return Runtime(smollm2_engine_fp32, kv_cache_tokens=8192)
-
-
-@pytest.fixture(scope="session")
-def guesses(runtime: Runtime, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """The reference runtime's greedy continuation of each prompt."""
-    return together(runtime, prompts)
-
-
-@pytest.fixture(scope="session")
-def expected(smollm2_hf: Path, prompts: list[tuple[int, ...]], guesses: list[list[int]]) -> list[list[int]]:
-    """transformers' own greedy continuation of each prompt, without the end token."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
-    with torch.inference_mode():
-        out = [_greedy(model, prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
-    del model
-    gc.collect()
-    return out
-
-
-def together(runtime: Runtime, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """Greedy continuations of all prompts, in flight together as far as the engine's batch size allows."""
-    from trtpipe.engines.engine_process.request import Request
-
-    out: list[list[int]] = [[] for _ in prompts]
-    for index, prompt in enumerate(prompts):
-        runtime.submit(Request(id=index, prompt=prompt, max_tokens=NEW_TOKENS, end_id=END))
-    while runtime.has_work:
-        for output in runtime.step():
-            out[output.id] += output.tokens
-    return out
-
-
-def _greedy(model: Any, prompt: tuple[int, ...], guess: list[int]) -> list[int]:
-    """What the model says, whatever the guess: one pass confirms all of it that is right, and adds a token."""
-    import torch
-
-    tokens: list[int] = []
-    while len(tokens) < NEW_TOKENS and END not in tokens:
-        said = model(torch.tensor([[*prompt, *guess]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-        agreed = next((place for place, token in enumerate(guess) if said[place] != token), len(guess))
-        tokens = said[: agreed + 1]
-        guess = tokens
-    return tokens[: tokens.index(END)] if END in tokens else tokens[:NEW_TOKENS]
+def expected() -> list[list[int]]:
+    """transformers' own greedy continuation of each prompt in float32, without the end token."""
+    tokens: list[list[int]] = json.loads((GOLDEN / GREEDY).read_text())
+    return tokens

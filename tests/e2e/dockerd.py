@@ -49,11 +49,10 @@ UNUSED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idl
 
 
 class Daemon:
-    """A dockerd that lives in `folder`; one that was killed can be started again."""
+    """A dockerd that lives in `folder`; one that has ended can be started again, with the images that it had."""
 
-    def __init__(self, program: str, folder: Path, hooks: Path | None = None) -> None:
+    def __init__(self, program: str, folder: Path) -> None:
         self.folder = folder
-        self._path = f"{hooks}:{search_path()}" if hooks else search_path()
         self.url = f"unix://{folder}/s"
         self._log = folder / "log"
         config = folder / "daemon.json"
@@ -72,11 +71,15 @@ class Daemon:
             "--log-level=warn",
         ]
 
-    def start(self) -> None:
-        """Return when it answers. Raises RuntimeError with its last words when it does not."""
+    def start(self, hooks: Path | None = None) -> None:
+        """Return when it answers. Raises RuntimeError with its last words when it does not.
+
+        hooks  a folder that comes first on its PATH, where it looks for NVIDIA's hook
+        """
         # A killed containerd may stay as a zombie, where nobody reaps: dockerd would wait for it.
         (self.folder / "exec" / "containerd" / "containerd.pid").unlink(missing_ok=True)
-        environment = {"PATH": self._path, "HOME": str(self.folder)}  # no proxy between it and the loopback
+        path = f"{hooks}:{search_path()}" if hooks else search_path()
+        environment = {"PATH": path, "HOME": str(self.folder)}  # no proxy between it and the loopback
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -115,11 +118,8 @@ def search_path() -> str:
 
 
 @contextlib.contextmanager
-def running_dockerd(hooks: Path | None = None) -> Iterator[Daemon]:
-    """A daemon that answers; what it made is gone afterwards. Skips the test where there can be none.
-
-    hooks  a folder that comes first on its PATH, where it looks for NVIDIA's hook
-    """
+def running_dockerd() -> Iterator[Daemon]:
+    """A daemon that answers; what it made is gone afterwards. Skips the test where there can be none."""
     program = shutil.which("dockerd", path=search_path())
     if program is None:
         pytest.skip("no dockerd here: install Debian's docker.io, or Docker's own docker-ce")
@@ -128,7 +128,7 @@ def running_dockerd(hooks: Path | None = None) -> Iterator[Daemon]:
     absent = [path for path in ELSEWHERE if not path.exists()]
     # The path of a Unix socket is at most 107 bytes long: not pytest's own folder.
     folder = Path(tempfile.mkdtemp(prefix="trtpipe-"))
-    daemon = Daemon(program, folder, hooks)
+    daemon = Daemon(program, folder)
     try:
         try:
             daemon.start()
@@ -301,10 +301,15 @@ def registry() -> Iterator[Registry]:
 
 
 @pytest.fixture(scope="session")
-def dockerd() -> Iterator[str]:
-    """The URL of a daemon without images."""
-    with running_dockerd() as daemon:
-        yield daemon.url
+def daemon() -> Iterator[Daemon]:
+    """A daemon without images. A test that ends it starts it again."""
+    with running_dockerd() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def dockerd(daemon: Daemon) -> str:
+    return daemon.url
 
 
 @pytest.fixture(scope="session")
@@ -320,12 +325,3 @@ def toolchain_image(docker_client: DockerClient) -> str:
     """The name of an image in that daemon with python3 and trtllm-build on its PATH."""
     build_image(docker_client, IMAGE, DOUBLE)
     return IMAGE
-
-
-@pytest.fixture
-def mortal_dockerd() -> Iterator[Daemon]:
-    """A daemon with that image too, which a test may kill and start again."""
-    with running_dockerd() as daemon:
-        with daemon.client() as client:
-            build_image(client, IMAGE, DOUBLE)
-        yield daemon

@@ -290,22 +290,6 @@ def test_what_a_killed_run_left_is_removed_by_the_next(
     docker_client.containers.get(other).remove(force=True)
 
 
-@pytest.mark.usefixtures("sockets_collected")
-def test_a_daemon_that_dies_in_the_middle(mortal_dockerd: Daemon, make_task: MakeTask) -> None:
-    executor = DockerExecutor("toolchain.example/trtllm:1.2", base_url=mortal_dockerd.url)
-    with pytest.raises(HostError) as error:
-        executor.run(make_task("import time; print('ready'); time.sleep(60)"), lambda line: mortal_dockerd.kill())
-    assert str(error.value) == (
-        f"Docker at {mortal_dockerd.url} failed: Connection refused; "
-        "see that dockerd runs, then run again: what this run left in it is removed then"
-    )
-    mortal_dockerd.start()
-    with mortal_dockerd.client() as client:
-        assert len(containers(client)) == 1
-        executor.run(make_task("pass"))
-        assert containers(client) == []
-
-
 @pytest.mark.skipif(shutil.which("nvidia-container-runtime-hook") is not None, reason="this Docker has a GPU runtime")
 @pytest.mark.parametrize("gpus", [None, (0, 1)])
 def test_gpus_where_docker_has_none(
@@ -396,3 +380,19 @@ def test_a_registry_that_is_not_there(dockerd: str, make_task: MakeTask) -> None
 def test_a_name_that_is_none(dockerd: str, image: str) -> None:
     with pytest.raises(UsageError, match=f"'{image}' is not the name of an image: "):
         DockerExecutor(image, base_url=dockerd).prepare()
+
+
+@pytest.mark.usefixtures("sockets_collected")
+def test_a_daemon_that_dies_in_the_middle(daemon: Daemon, toolchain_image: str, make_task: MakeTask) -> None:
+    executor = DockerExecutor(toolchain_image, base_url=daemon.url)
+    with pytest.raises(HostError) as error:
+        executor.run(make_task("import time; print('ready'); time.sleep(60)"), lambda line: daemon.kill())
+    assert str(error.value) == (
+        f"Docker at {daemon.url} failed: Connection refused; "
+        "see that dockerd runs, then run again: what this run left in it is removed then"
+    )
+    daemon.start()
+    with daemon.client() as client:
+        assert len(containers(client)) == 1
+        executor.run(make_task("pass"))
+        assert containers(client) == []

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import Cli
-from tests.e2e.dockerd import Daemon, build_image, running_dockerd
+from tests.e2e.dockerd import Daemon, build_image
 from tests.support.doubles import install_trtllm_build
 from tests.support.doubles import trtllm_build as double
 from tests.support.factories import hf_folder
@@ -163,15 +163,32 @@ def test_a_machine_that_could_not_finish_is_told_before_it_begins(
 
 
 @pytest.fixture(scope="module")
-def gpu_dockerd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon that takes GPU requests: Docker asks for no more than that NVIDIA's hook is there, and ends well."""
+def toolchain(docker_client: DockerClient, toolchain_image: str) -> None:
+    """Docker has the image of the toolchain."""
+    repository, _, version = require_image(find_toolchain(None)).rpartition(":")
+    docker_client.images.get(toolchain_image).tag(repository, version)
+
+
+def test_a_docker_without_nvidias_runtime(
+    host: Cli, dockerd: str, toolchain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", dockerd)
+    done = host.run(*BUILD, "--executor", "docker")
+    assert done.status == 4
+    assert done.err.splitlines()[-1].startswith("error: Docker has no NVIDIA runtime here")
+
+
+@pytest.fixture(scope="module")
+def gpu_dockerd(daemon: Daemon, toolchain: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """The daemon takes GPU requests: Docker asks for no more than that NVIDIA's hook is there, and ends well."""
     hook = tmp_path_factory.mktemp("hook") / "nvidia-container-runtime-hook"
     hook.write_text("#!/bin/sh\ncat > /dev/null\n")
     hook.chmod(0o755)
-    with running_dockerd(hook.parent) as daemon:
-        with daemon.client() as client:
-            build_image(client, require_image(find_toolchain(None)), DOUBLE)
-        yield daemon
+    daemon.stop()
+    daemon.start(hook.parent)
+    yield daemon
+    daemon.stop()
+    daemon.start()
 
 
 def test_an_engine_from_the_toolchains_image(host: Cli, gpu_dockerd: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +202,6 @@ def test_an_engine_from_the_toolchains_image(host: Cli, gpu_dockerd: Daemon, mon
     assert made["image"] == find_toolchain(None).image
     assert made["image_digest"].startswith("sha256:")
     assert " reused " in host.ok(*BUILD).err, "where it was built does not matter"
-
-
-def test_a_docker_without_nvidias_runtime(
-    host: Cli, dockerd: str, docker_client: DockerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_image(docker_client, require_image(find_toolchain(None)), DOUBLE)
-    monkeypatch.setenv("DOCKER_HOST", dockerd)
-    done = host.run(*BUILD, "--executor", "docker")
-    assert done.status == 4
-    assert done.err.splitlines()[-1].startswith("error: Docker has no NVIDIA runtime here")
 
 
 @pytest.mark.slow

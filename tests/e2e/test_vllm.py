@@ -105,7 +105,8 @@ def greedy(made: Any) -> list[list[int]]:
 
 
 def words() -> list[str]:
-    return ["--gpu", "cpu", "--dtype", "fp32", *(word for size in SIZES for word in ("--set", f"build.{size}"))]
+    settings = (*(f"build.{size}" for size in SIZES), "serving.bls_instance_count=1")
+    return ["--gpu", "cpu", "--dtype", "fp32", *(word for setting in settings for word in ("--set", setting))]
 
 
 def ask(prompt: tuple[int, ...], new: int = NEW, **more: Any) -> dict[str, Any]:
@@ -189,15 +190,15 @@ def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, mo
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompt = "The sea"
     first = ids(served.generate("tensorrt_llm", **ask(tuple(tokenizer.encode(prompt).ids), end_id=1)))
-    (server,) = (one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == NAME)
     body = {"model": NAME, "prompt": prompt, "max_tokens": NEW, "temperature": 0}
-    answer = httpx.post(f"{server['openai']}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{served.openai}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == tokenizer.decode(first)
     assert cli.ok("generate", prompt, "--raw", "--max-tokens", str(NEW), "--server", NAME).out.rstrip("\n") == (
         tokenizer.decode(first)
     )
 
 
+@pytest.mark.slow  # vLLM starts once more: 40 seconds of processor time
 def test_vllms_own_server_gives_these_tokens_too(cli: Cli, model: Path, expected: list[list[int]]) -> None:
     name = NAME.replace("tiny-v", "tiny-n")
     copy = shutil.copytree(model, model.with_name("tiny-n"))

@@ -74,7 +74,7 @@ def test_perf_metrics_are_complete(served: Served, model: str) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("model", FRONTS)
 def test_sequences_of_a_request_keep_their_own_text(served: Served, model: str, streamed: bool) -> None:
-    body = {"text_input": "Water boils at", "max_tokens": 8, "stream": streamed}
+    body = {"text_input": "Water boils at", "max_tokens": 4, "stream": streamed}
     (alone,) = texts(answers(served, model, body, request_id="alone")).values()
     found = texts(answers(served, model, {**body, "num_return_sequences": 2}, request_id="two"))
     assert found == {0: alone, 1: alone}
@@ -82,7 +82,7 @@ def test_sequences_of_a_request_keep_their_own_text(served: Served, model: str, 
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_the_script_ends_a_text_with_a_stop_word_that_tokens_do_not_end_with(served: Served, streamed: bool) -> None:
-    body = {"text_input": "The capital of France is", "max_tokens": 8, "stream": streamed}
+    body = {"text_input": "The capital of France is", "max_tokens": 3, "stream": streamed}
     (whole,) = texts(answers(served, "tensorrt_llm_bls", body)).values()
     assert "Paris" in whole
     (cut,) = texts(answers(served, "tensorrt_llm_bls", {**body, "stop_words": ["Pari"]})).values()

@@ -27,8 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url(served: Served) -> str:
-    (server,) = (one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == served.name)
-    return str(server["openai"])
+    return served.openai
 
 
 def lm_eval(tmp_path: Path, kind: str, task: str, /, *words: str, **args: object) -> dict[str, Any]:

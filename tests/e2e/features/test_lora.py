@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import ACTIVE, Cli, Served, until
+from tests.e2e.conftest import ACTIVE, Cli, until
+from tests.e2e.features.conftest import TARGET, Front
 from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
 from trtpipe.engines.adapters import FOLDER, INFO, AdapterFolder
@@ -23,98 +23,76 @@ from trtpipe.engines.reference.runtime import Runtime
 
 pytestmark = pytest.mark.real
 
-TARGET = "adapted.cpu.fp32"
-SIZES = ("max_batch_size=4", "max_input_len=64", "max_seq_len=8192", "max_num_tokens=64", "max_lora_rank=8")
 # Other servers may run beside it.
 HERE = ("--server", TARGET)
 PROMPT = list(range(40, 60))
 NEW = 16
 
 
-class Front:
-    """The gateway of a server, and the tokens that its engine gives without Triton."""
-
-    def __init__(self, served: Served, engine: Path, model: Path) -> None:
-        (server,) = (one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == served.name)
-        self.url = server["openai"]
-        self.served, self.engine, self.model = served, engine, model
-
-    def ask(self, model: str, **body: Any) -> httpx.Response:
-        whole = {"model": model, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **body}
-        return httpx.post(f"{self.url}/v1/completions", json=whole, timeout=120)
-
-    def text(self, model: str, **body: Any) -> str:
-        answer = self.ask(model, **body)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["model"] == model
-        said: str = answer.json()["choices"][0]["text"]
-        return said
-
-    def models(self) -> list[str]:
-        return [one["id"] for one in httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"]]
-
-    def expected(self, adapters: Path) -> dict[str, str]:
-        """Text of each adapter, and of the model itself under ""."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
-        runtime = Runtime(self.engine, device="cpu", adapters=adapters)
-        out = {}
-        for name, number in {"": 0, **{one.name: one.number for one in AdapterFolder(adapters).all()}}.items():
-            runtime.submit(Request(id=0, prompt=tuple(PROMPT), max_tokens=NEW, adapter=number))
-            tokens: list[int] = []
-            while runtime.has_work:
-                tokens += [token for output in runtime.step() for token in output.tokens]
-            out[name] = tokenizer.decode(tokens)
-        return out
+def ask(front: Front, model: str, **body: Any) -> httpx.Response:
+    whole = {"model": model, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **body}
+    return httpx.post(f"{front.served.openai}/v1/completions", json=whole, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "adapted", dtype="F32", max_position_embeddings=8192, seed=3)
+def text(front: Front, model: str, **body: Any) -> str:
+    answer = ask(front, model, **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    said: str = answer.json()["choices"][0]["text"]
+    return said
 
 
-@pytest.fixture(scope="module")
-def front(cli: Cli, model: Path, serve: Callable[[str], Served]) -> Iterator[Front]:
-    adapter = write_adapter(model.parent / "first", model, size=3)
-    words = [word for size in SIZES for word in ("--set", f"build.{size}")]
-    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", "--lora", f"first={adapter}", *words)
-    served = serve(TARGET)
-    yield Front(served, (cli.folder / "runs" / TARGET / "engine").resolve(), model)
-    cli.kill_server(served.name)
+def models(front: Front) -> list[str]:
+    return [one["id"] for one in httpx.get(f"{front.served.openai}/v1/models", timeout=60).json()["data"]]
+
+
+def without_triton(front: Front, adapters: Path) -> dict[str, str]:
+    """Text that the engine gives with each adapter, and by itself under ""."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(front.model / "tokenizer.json"))
+    runtime = Runtime(front.engine, device="cpu", adapters=adapters)
+    out = {}
+    for name, number in {"": 0, **{one.name: one.number for one in AdapterFolder(adapters).all()}}.items():
+        runtime.submit(Request(id=0, prompt=tuple(PROMPT), max_tokens=NEW, adapter=number))
+        tokens: list[int] = []
+        while runtime.has_work:
+            tokens += [token for output in runtime.step() for token in output.tokens]
+        out[name] = tokenizer.decode(tokens)
+    return out
 
 
 def test_adapters_come_and_go_while_requests_run(front: Front, cli: Cli, tmp_path: Path) -> None:
     second = write_adapter(tmp_path / "second", front.model, rank=8, seed=1, size=3)
-    assert front.models() == [TARGET, f"{TARGET}:first"]
+    assert models(front) == [TARGET, f"{TARGET}:first"]
     assert cli.ok("lora", "add", f"second={second}", *HERE).out == f"{TARGET} serves {TARGET}:second\n"
-    assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:second"]
+    assert models(front) == [TARGET, f"{TARGET}:first", f"{TARGET}:second"]
     listed = json.loads(cli.ok("lora", "list", "--json", *HERE).out)
     assert [(one["model"], one["rank"]) for one in listed] == [(f"{TARGET}:first", 4), (f"{TARGET}:second", 8)]
-    expected = front.expected(cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER)
+    expected = without_triton(front, cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER)
     assert len(set(expected.values())) == 3
     names = {name: f"{TARGET}:{name}" if name else TARGET for name in expected}
     with ThreadPoolExecutor(4) as pool:
         # Twice, so that the second time finds the blocks of the first.
-        found = list(pool.map(front.text, [*names.values()] * 2))
+        found = list(pool.map(lambda name: text(front, name), [*names.values()] * 2))
     assert found == [*expected.values()] * 2
 
     # The command names an adapter as a request does.
     said = cli.ok("generate", "once", "--raw", "--max-tokens", "16", "--adapter", "second", *HERE).out
-    assert said == front.text(names["second"], prompt="once", max_tokens=16, ignore_eos=False) + "\n"
+    assert said == text(front, names["second"], prompt="once", max_tokens=16, ignore_eos=False) + "\n"
 
     # A long answer outlives its adapter, and is the one that it would have been.
-    before = front.text(names["second"], max_tokens=400)
+    before = text(front, names["second"], max_tokens=200)
     running: list[str] = []
-    thread = threading.Thread(target=lambda: running.append(front.text(names["second"], max_tokens=400)))
+    thread = threading.Thread(target=lambda: running.append(text(front, names["second"], max_tokens=200)))
     thread.start()
     assert until(lambda: front.served.gauges()[ACTIVE] == 1)
     assert cli.ok("lora", "remove", "second", *HERE).out == f"{TARGET} no longer serves {TARGET}:second\n"
-    refused = front.ask(names["second"])
+    refused = ask(front, names["second"])
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     thread.join()
     assert running == [before]
-    assert front.models() == [TARGET, names["first"]]
+    assert models(front) == [TARGET, names["first"]]
 
 
 @pytest.mark.slow
@@ -122,26 +100,26 @@ def test_a_client_of_the_base_model_is_not_touched(front: Front, cli: Cli, tmp_p
     """Two adds of one name, an adapter that is damaged on the disk, and a removal, while every place is taken."""
     folders = [write_adapter(tmp_path / str(seed), front.model, seed=seed, size=3) for seed in (7, 8)]
     placed = cli.home / "servers" / TARGET / "models" / "tensorrt_llm" / "1" / FOLDER
-    before, over = front.text(TARGET), threading.Event()
+    before, over = text(front, TARGET), threading.Event()
 
     def keep_asking() -> list[str]:
         said = []
         while not over.is_set():
-            said.append(front.text(TARGET))
+            said.append(text(front, TARGET))
         return said
 
     with ThreadPoolExecutor(6) as pool:
         clients = [pool.submit(keep_asking) for _ in range(4)]
         try:
             added = list(pool.map(lambda folder: cli.run("lora", "add", f"both={folder}", *HERE), folders))
-            assert front.text(f"{TARGET}:both") != before
+            assert text(front, f"{TARGET}:both") != before
             shutil.copytree(next(one.path for one in AdapterFolder(placed).all() if one.name == "both"), placed / "77")
             (placed / "77" / INFO).write_text(json.dumps({"name": "damaged", "rank": 4}))
             weights = placed / "77" / WEIGHTS
             content = weights.read_bytes()[:-8]
             weights.unlink()
             weights.write_bytes(content)
-            damaged = front.ask(f"{TARGET}:damaged")
+            damaged = ask(front, f"{TARGET}:damaged")
             shutil.rmtree(placed / "77")
             cli.ok("lora", "remove", "both", *HERE)
         finally:
@@ -160,7 +138,7 @@ def test_a_client_of_the_base_model_is_not_touched(front: Front, cli: Cli, tmp_p
 
 def test_names_that_are_not_served(front: Front) -> None:
     for adapter in (":", ":../first", ":first/", ":first:first", ":FIRST", ":" + "a" * 70):
-        answer = front.ask(TARGET + adapter)
+        answer = ask(front, TARGET + adapter)
         error = answer.json()["error"]
         found = answer.status_code, error["type"], error["code"], error["param"]
         assert found == (404, "invalid_request_error", "model_not_found", "model"), answer.text
@@ -169,10 +147,10 @@ def test_names_that_are_not_served(front: Front) -> None:
 @pytest.mark.slow
 def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> None:
     cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}", *HERE)
-    before = front.text(f"{TARGET}:kept")
+    before = text(front, f"{TARGET}:kept")
     cli.ok("reload", *HERE)
-    assert front.models() == [TARGET, f"{TARGET}:first", f"{TARGET}:kept"]
-    assert front.text(f"{TARGET}:kept") == before
+    assert models(front) == [TARGET, f"{TARGET}:first", f"{TARGET}:kept"]
+    assert text(front, f"{TARGET}:kept") == before
     cli.ok("lora", "remove", "kept", *HERE)
 
 
@@ -196,4 +174,4 @@ def test_what_is_refused(front: Front, cli: Cli, tmp_path: Path) -> None:
     ):
         done = cli.run("lora", *words, *HERE)
         assert (done.status, told in done.err, done.err.count("\n")) == (status, True, 1), done.err
-    assert front.models() == [TARGET, f"{TARGET}:first"]
+    assert models(front) == [TARGET, f"{TARGET}:first"]

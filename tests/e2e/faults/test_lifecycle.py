@@ -1,4 +1,4 @@
-"""A real tritonserver that starts, does not start, is killed, and is ended."""
+"""A real tritonserver that is killed, that does not start, and whose name or port is taken."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,6 @@ def using(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-@pytest.fixture(scope="module")
-def second(
-    tiny_repository: Path, serve: Callable[[str], Served], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """A server that the last test to use it breaks."""
-    copy = tmp_path_factory.mktemp("served") / "second"
-    _link_tree(tiny_repository, copy)
-    server = serve(str(copy))
-    yield server
-    server.cli.kill_server(server.name)
-
-
 def _link_tree(source: Path, target: Path) -> None:
     for path in source.rglob("*"):
         if path.is_file():
@@ -51,38 +38,39 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
-    second: Served, tiny_repository: Path, tmp_path: Path
+    tiny: Served, tiny_repository: Path, tmp_path: Path
 ) -> None:
-    port = str(httpx.URL(second.http).port)
+    port = str(httpx.URL(tiny.http).port)
     copy = tmp_path / "other"
     _link_tree(tiny_repository, copy)
-    taken = second.cli.run("serve", str(copy), "--http-port", port)
+    taken = tiny.cli.run("serve", str(copy), "--http-port", port)
     assert taken.status == 4
     last = taken.err.splitlines()[-1]
     assert last.startswith(f"error: port {port} on 127.0.0.1 cannot be taken: Address already in use")
-    namesake = tmp_path / "second"
+    namesake = tmp_path / tiny.name
     _link_tree(tiny_repository, namesake)
-    again = second.cli.run("serve", str(namesake))
+    again = tiny.cli.run("serve", str(namesake))
     assert again.status == 4
     assert "already served" in again.err
 
 
-def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second: Served) -> None:
-    asking = second.cli.start("generate", "Count.", "--raw", "--server", second.name, "--max-tokens", "8000")
+def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(tiny: Served) -> None:
+    asking = tiny.cli.start("generate", "Count.", "--raw", "--server", tiny.name, "--max-tokens", "8000")
     assert asking.stdout is not None
     assert asking.stdout.read(4)
-    server = psutil.Process(second.pid)
+    server = psutil.Process(tiny.pid)
     family = [server, *server.children(recursive=True)]
-    regions = f"trtpipe{httpx.URL(second.http).port}_*"
+    regions = f"trtpipe{httpx.URL(tiny.http).port}_*"
     assert list(Path("/dev/shm").glob(regions))
     server.kill()
     _, err = asking.communicate(timeout=60)
     assert asking.returncode == 4
     assert re.fullmatch(r"error: the server at \S+ .*`trtpipe serve`\n", err)
     # A Python process may hang when its server is gone: the next command ends it. For a moment `serve` still watches.
-    assert until(lambda: second.cli.run("generate", "Hello", "--raw", "--server", second.name).status == 2)
+    assert until(lambda: tiny.cli.run("generate", "Hello", "--raw", "--server", tiny.name).status == 2)
     assert until(lambda: not any(alive(process) for process in family))
     assert not list(Path("/dev/shm").glob(regions))
+    assert f"{tiny.name} died: tritonserver ended by itself (status -9)" in tiny.cli.ok("ps").out
 
 
 def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
@@ -96,16 +84,6 @@ def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_reposito
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
     assert "rank0.safetensors" in last
-    assert not using(copy)
-
-
-def test_ctrl_c_ends_a_server_in_the_foreground(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "foreground"
-    _link_tree(tiny_repository, copy)
-    with cli.serving(str(copy), *ANYWHERE) as serving:
-        serving.send_signal(signal.SIGINT)
-        _, err = serving.communicate(timeout=60)
-    assert serving.returncode == 0, err
     assert not using(copy)
 
 
