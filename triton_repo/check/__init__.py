@@ -85,7 +85,8 @@ def check_repository(
                 "copy the whole folder that trtpipe built",
             )  # fmt: skip
         check_release(model, engine, release, toolchain, report)
-        check_vocabulary(engine, vocabularies, report)
+        if len(engines) == 1 or len(vocabularies) == 1:  # of several targets, each was checked alone
+            check_vocabulary(engine, vocabularies, report)
         if gpus is not None:
             check_gpus(model, engine, gpus, toolchain, report)
     for name, model in models.items():

@@ -45,6 +45,7 @@ def check_tokenizers(repository: Path, models: dict[str, Model], report: Report)
     found: dict[str, tuple[Model, Path]] = {}
     given: dict[str, tuple[Model, str]] = {}
     vocabularies = []
+    folders: dict[Path, Model] = {}
     seen: dict[str, Path | None] = {}
     for model in models.values():
         text = model.value("tokenizer_dir")
@@ -61,7 +62,8 @@ def check_tokenizers(repository: Path, models: dict[str, Model], report: Report)
         folder = seen[text]
         if folder is not None:
             found[model.role] = model, folder
-    for folder, model in {folder: model for model, folder in found.values()}.items():
+            folders[folder] = model
+    for folder, model in folders.items():
         vocabulary = _check_folder(folder, model, report)
         if vocabulary is not None:
             vocabularies.append(vocabulary)

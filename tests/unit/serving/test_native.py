@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from trtpipe.configs.home import default_home
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.serving import serve
+from trtpipe.pipeline.serving.engine_python import beside
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.servers import Server, recorded
 from trtpipe.pipeline.store.store import Store
@@ -169,3 +171,12 @@ def test_trtllm_serve_calls_the_model_by_the_name_of_its_folder() -> None:
     assert made.in_image
     assert (made.program, made.command[0]) == ("trtllm-serve", "/store/native/llama")
     assert made.command[-4:] == ("--host", "127.0.0.1", "--port", "9000")
+
+
+@pytest.mark.skipif(beside() is None, reason="no vLLM beside this environment: `make setup-vllm`")
+def test_vllm_on_a_cpu_has_what_its_own_server_imports() -> None:
+    """A slow test starts that server."""
+    names = ("uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
+    program = f"import importlib.util; print([name for name in {names} if importlib.util.find_spec(name) is None])"
+    done = subprocess.run([str(beside()), "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "[]\n"

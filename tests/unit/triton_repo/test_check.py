@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ from trtpipe.triton_repo.check import (
     facts,
 )
 from trtpipe.triton_repo.check.release import Release, release_key
+from trtpipe.triton_repo.combine import link_models
 
 RELEASES = ("0.9.0", "0.10.0", "0.12.0", "0.15.0", "0.16.0", "0.18.2", "0.19.0", "0.20.0", "0.21.0", "1.0.0", "1.2.1")
 
@@ -610,6 +612,22 @@ def test_our_own_repositories_are_sound(tmp_path: Path, runtime: str) -> None:
     assert told(check_repository(repository.path, toolchain=find_toolchain(None), gpus=[H100])) == ""
     if runtime != "reference":
         assert "this machine has NVIDIA A100 (SM80)" in str(expect(repository, "engine-gpu", gpus=[A100]))
+
+
+def test_targets_of_one_server_have_tokenizers_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, size in (("a.", 300), ("b.", 400)):
+        (tmp_path / name).mkdir()
+        made = rendered(tmp_path / name, "reference").path
+        vocabulary = {"</s>": 0, **{str(number): number for number in range(1, size)}}
+        (tokenizer,) = made.rglob("tokenizer.json")
+        tokenizer.write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        (config,) = (file for file in made.rglob("config.json") if "pretrained_config" in file.read_text())
+        config.write_text(re.sub('"vocab_size": [0-9]+', f'"vocab_size": {size}', config.read_text()))
+        assert told(check_repository(made)) == ""
+        link_models(made, name, out)
+    assert "vocabulary" not in told(check_repository(out))
 
 
 def test_our_scripts_are_stricter_than_the_templates(tmp_path: Path) -> None:
