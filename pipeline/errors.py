@@ -135,10 +135,3 @@ def translate(error: BaseException) -> TrtpipeError | None:
         if isinstance(error, kind) and applies(error):
             return ours(error)
     return None
-
-
-def key_refused(server: str, *, given: bool) -> UsageError:
-    """The answer 401 of a server with API keys. `given`: whether the request had one."""
-    if given:
-        return UsageError(f"{server} does not accept the key", remedy="give another in TRTPIPE_API_KEY")
-    return UsageError(f"{server} asks for a key", remedy="give it in TRTPIPE_API_KEY")

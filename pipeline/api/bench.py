@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -441,5 +440,7 @@ def _tokenizer(path: Path | None) -> Path:
 
 def headers() -> dict[str, str]:
     """Headers of every HTTP request: the API key in TRTPIPE_API_KEY."""
-    key = os.environ.get("TRTPIPE_API_KEY")
+    from trtpipe.pipeline.net.api_key import api_key
+
+    key = api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}

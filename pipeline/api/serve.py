@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -133,13 +132,14 @@ class Client:
         the server is gone, StageFailed where it fails.
         """
         from trtpipe.engines.sampling import SamplingParams
+        from trtpipe.pipeline.net.api_key import api_key
         from trtpipe.pipeline.serving import generate
 
         params = SamplingParams(**sampling)
         generate.check_options(params, max_tokens)
         gateway = self._server.gateway_url
         if gateway is not None and (self._server.native or self._adapter is not None):
-            model, key = self._served.model_name(self._adapter), os.environ.get("TRTPIPE_API_KEY")
+            model, key = self._served.model_name(self._adapter), api_key()
             return generate.stream_openai(
                 gateway, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop, key=key
             )

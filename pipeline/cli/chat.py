@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -37,6 +36,7 @@ def chat(
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.net.api_key import api_key
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
 
@@ -47,7 +47,7 @@ def chat(
     temperature = usual_temperature(served.tokenizer) if temperature is None else temperature
     asked = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
-    key = os.environ.get("TRTPIPE_API_KEY")
+    key = api_key()
     model = served.model_name(adapter)
     talk = Conversation(found.gateway_url, model, key=key, system=system, options=options)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

@@ -8,7 +8,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.json_input import parse_json
-from trtpipe.pipeline.errors import key_refused
+from trtpipe.pipeline.net.api_key import key_refused
 
 # Longest silence of a server between two pieces of text.
 SILENCE_SECONDS = 120.0

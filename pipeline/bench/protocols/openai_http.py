@@ -15,7 +15,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages, ReadIds
-from trtpipe.pipeline.errors import key_refused
+from trtpipe.pipeline.net.api_key import key_refused
 
 # Keys under which servers put the text of a chat chunk.
 _TEXTS = ("content", "reasoning_content", "reasoning")
