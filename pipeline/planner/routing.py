@@ -7,11 +7,11 @@ A router picks k of E experts for each token, here at random, each token by itse
     n (1 - q)                                      experts a GPU with n = E / ep of them reads, on average
     T k / ep                                       rows it computes, on average
 
-A step waits for the GPU with the most of either. The counts of the ep groups are alike and hang together, since their
-sum is given: the largest is expected z sqrt(variance - covariance) above the mean, where z is the expected largest of
-ep independent standard normal numbers. That is z sqrt(n (q - r)) experts; for one token of Mixtral on four GPUs 1.17
-are read, where counting gives 8/7. Rows also differ because a router prefers some experts: with SKEW, the standard
-deviation of their shares of the tokens over the mean,
+A step waits for the GPU with the most of either. The counts of the ep groups have the same distribution and a negative
+covariance, since their sum is given: the largest is expected z sqrt(variance - covariance) above the mean, where z is
+the expected largest of ep independent standard normal numbers. That is z sqrt(n (q - r)) experts; for one token of
+Mixtral on four GPUs 1.17 are read, where counting gives 8/7. Rows also differ because a router prefers some experts:
+with SKEW, the standard deviation of their shares of the tokens over the mean,
 
     z sqrt(n (T k (E - k) / (E (E - 1)) + (T SKEW k / E)^2 E / (E - 1)))    rows more than the mean
 

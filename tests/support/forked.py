@@ -1,4 +1,4 @@
-"""Commands of trtpipe as forks of one process, which has imported what they import: a second for each new Python.
+"""Commands of trtpipe as forks of one process that has imported what they import: a new Python takes a second for it.
 
 `python forked.py DESCRIPTOR` is that process. Over the socket it gets the words, the folder and the environment of a
 command, and descriptors: one for its exit status, and its standard streams.
