@@ -1,0 +1,21 @@
+"""API key of an OpenAI-compatible server, as a client meets it."""
+
+from __future__ import annotations
+
+import os
+
+from trtpipe.engines.errors import UsageError
+
+VARIABLE = "TRTPIPE_API_KEY"
+
+
+def api_key() -> str | None:
+    """The key that requests have, None for none."""
+    return os.environ.get(VARIABLE) or None
+
+
+def key_refused(server: str, *, given: bool) -> UsageError:
+    """The error for a server's answer 401. `given`: whether the request had a key."""
+    if given:
+        return UsageError(f"{server} does not accept the key", remedy=f"give another in {VARIABLE}")
+    return UsageError(f"{server} asks for a key", remedy=f"give it in {VARIABLE}")
