@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.clock,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         beside() is None, reason="no vLLM beside this environment: `make setup-vllm`, on Linux x86-64 and Python 3.11"
     ),
