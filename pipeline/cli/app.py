@@ -191,7 +191,7 @@ def main() -> None:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         words = sys.argv[1:]
         words = [*words[1:], "--help"] if words[:1] == ["help"] else words
-        # typer takes a tenth of a second for all commands. Those who begin with another word need them, for help, say.
+        # typer takes a tenth of a second to prepare all commands, which only another first word needs, such as --help.
         names = {command_name(function) for functions in GROUPS.values() for function in functions}
         made = command(words[0]) if words and words[0] in names else command()
         code = made.main(args=words, prog_name="trtpipe", standalone_mode=False)
