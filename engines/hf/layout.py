@@ -1,4 +1,4 @@
-"""What a written Hugging Face folder consists of: config.json, companions of the weights, shards, names of linears."""
+"""Contents of a written Hugging Face folder: config.json, companions of the weights, shards, names of linears."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Option:
 
     @functools.cached_property
     def seconds(self) -> Callable[[Step], float]:
-        """How long a step takes."""
+        """Seconds of a step: a function of the step."""
         whole = Stopwatch(self.cost)
         return whole if self.window is None and not self.drafts else functools.partial(self._changed, whole)
 

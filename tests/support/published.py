@@ -93,7 +93,7 @@ def _engines(section: str, tree: Any, gpus: int) -> Iterator[tuple[tuple[str, st
 
 
 def waves(point: Waves, how: Efficiency) -> Prediction:
-    """What the planner says of such a run: 128 tokens in and out."""
+    """Prediction of the planner for a run with 128 tokens in and out."""
     base = _option(point.gpu, point.dtype, point.model, Mapping(tp_size=point.tp, moe_ep_size=point.moe_ep))
     return dataclasses.replace(base, cost=base.cost.under(how)).waves(_demand(), point.concurrency)
 

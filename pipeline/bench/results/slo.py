@@ -96,7 +96,7 @@ def parse_objective(text: str) -> Objective:
         raise _unknown(found["metric"])
     units, spread = UNITS[metric.unit], isinstance(metric, Distribution)
     if found["unit"] not in units or found["sign"] not in (_sign(metric), ":") or (found["statistic"] and not spread):
-        why = "its limit has no unit" if found["unit"] == "" not in units else ""
+        why = "its limit has no unit" if not found["unit"] and "" not in units else ""
         raise UsageError(
             f"'{text}' is not an objective", why=why, remedy=f"give one such as {_example(found['metric'], metric)}"
         )

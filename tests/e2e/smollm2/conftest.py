@@ -44,7 +44,7 @@ def texts(greedy_texts: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """What transformers says greedily in float32, cut to TOKENS."""
+    """Greedy tokens of transformers in float32, the first TOKENS of each prompt."""
     return [tokenizer.decode(tokens[:TOKENS]) for tokens in expected[: len(texts)]]
 
 

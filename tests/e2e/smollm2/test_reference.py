@@ -73,7 +73,7 @@ def full_blocks(prompts: list[tuple[int, ...]]) -> int:
 
 
 def greedy(model: Any, prompt: tuple[int, ...], guess: list[int]) -> list[int]:
-    """What the model says, whatever the guess: one pass confirms all of it that is right, and adds a token."""
+    """Answers of the model, the same for any draft: one pass confirms the right tokens of it and adds one."""
     import torch
 
     tokens: list[int] = []

@@ -100,7 +100,7 @@ DRAFT = {"speculative_decoding_mode": "draft_model", "max_draft_len": 3, "specul
 
 @dataclass(frozen=True)
 class Answered:
-    """What a runtime said to `requests`, and afterwards to the same prompts with its answers behind them."""
+    """Answers of a runtime to `requests`, and afterwards to the same prompts with its answers appended."""
 
     runtime: Runtime
     first: dict[Any, list[Output]]
