@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtpipe.engines.errors import HostError, UsageError
+
+# The first of the ports that are chosen here, and how often one is drawn.
+LOWEST, TRIES = 10_000, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,8 @@ def free_ports(host: str, **ports: int) -> dict[str, int]:
                 # As the server does it: a port whose last connection is only closing counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                if port or not _bind_outside_ephemeral(probe, host):
+                    probe.bind((host, port))
             except OSError as error:
                 raise HostError(
                     f"port {port} on {host} cannot be taken",
@@ -70,3 +76,20 @@ def free_ports(host: str, **ports: int) -> dict[str, int]:
                 ) from None
             chosen[name] = probe.getsockname()[1]
     return chosen
+
+
+def _bind_outside_ephemeral(probe: socket.socket, host: str) -> bool:
+    """Bind the socket to a free port that the kernel gives to no client; False where there is none.
+
+    A server binds its ports minutes after they were chosen, when its models are loaded. A port of the range of which
+    the kernel chooses (Linux: net.ipv4.ip_local_port_range) may be a client's by then.
+    """
+    try:
+        above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return False
+    for _ in range(TRIES if above > LOWEST else 0):
+        with contextlib.suppress(OSError):
+            probe.bind((host, random.randrange(LOWEST, above)))
+            return True
+    return False

@@ -27,6 +27,7 @@ from trtpipe.pipeline.serving.server_log import failure
 from trtpipe.pipeline.serving.triton_package import Installation, prepare_backends
 from trtpipe.pipeline.serving.tritonserver import alive, end
 
+EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 # As tritonserver 2.51 wrote it, the table's lines shortened.
 ENGINE_PROCESS = "trtpipe.engines.engine_process.server"
 LOG = """\
@@ -135,6 +136,16 @@ def test_zero_takes_three_different_free_ports() -> None:
         points = choose_endpoints("127.0.0.1", 0, 0, 0)
         assert len({points.http, points.grpc, points.metrics}) == 3
         assert min(points.http, points.grpc, points.metrics) > 0
+
+
+@pytest.mark.loopback
+@pytest.mark.skipif(not Path(EPHEMERAL).exists(), reason="Linux names the ports that it gives to clients")
+def test_a_chosen_port_is_none_that_a_client_may_be_given_while_the_models_load() -> None:
+    """Or the server, which binds it minutes later, finds it taken."""
+    low, high = map(int, Path(EPHEMERAL).read_text(encoding="ascii").split())
+    for _ in range(50):
+        points = choose_endpoints("127.0.0.1", 0, 0, 0, openai=0)
+        assert not {points.http, points.grpc, points.metrics} & set(range(low, high + 1))
 
 
 @pytest.mark.loopback
