@@ -19,8 +19,8 @@ BF16 = DataType.BFLOAT16
 IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
     sharpness=30.0, elementwise=0.0, routing_s=0.0, int4_s={}, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0,
-    ring_s=0.0, nvlink=1.0, allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, starts={90: 1.0}, allreduce_s=0.0, front_s=0.0,
-    activations=1.0, runtime_gib=1.0,
+    ring_s=0.0, nvlink=1.0, allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, starts={90: 1.0}, allreduce_s=0.0,
+    front_s=0.0, activations=1.0, runtime_gib=1.0,
     probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
     releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
     errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
