@@ -26,6 +26,14 @@ from trtpipe.engines.errors import StageFailed
             ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "short.txt", "--samples", "9", "--seq-len", "4"],
             "the calibration text gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
         ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "int8-qs"],
+            "unknown quantization 'int8-qs' in --quant; did you mean 'int8-sq'?",
+        ),
+        (
+            ["verify", "MODEL", "MODEL", "--tasks", "task.yaml"],
+            "task.yaml: there is no data file absent.jsonl; put it there, or correct data_files",
+        ),
         (["verify", "MODEL", "MODEL", "--rows", "0"], "--rows is 0; give a positive number"),
         (
             ["restore", "MODEL", "out"],
@@ -37,6 +45,9 @@ def test_a_remedy_names_an_option_that_the_command_has(
     run: Run, model: Path, in_folder: Path, words: list[str], line: str
 ) -> None:
     (in_folder / "short.txt").write_text("eleven char")
+    task = {"task": "a", "dataset_path": "json", "dataset_kwargs": {"data_files": "absent.jsonl"},
+            "doc_to_text": "q", "doc_to_target": "a"}  # fmt: skip
+    (in_folder / "task.yaml").write_text(json.dumps(task))
     done = run(*(word.replace("MODEL", str(model)) for word in words))
     assert done.error() == line.replace("MODEL", str(model))
 
