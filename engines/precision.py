@@ -170,7 +170,8 @@ def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
     if name in FLOAT_NAMES:
         raise UsageError(f"{name} quantizes nothing", remedy="choose one that `trtpipe quants` lists")
     if name not in names:
-        raise UsageError(f"unknown quantization '{name}' in --quant", remedy=suggestion(name, names))
+        able = [known for known, recipe in names.items() if recipe.quant_algo is not None]
+        raise UsageError(f"unknown quantization '{name}' in --quant", remedy=suggestion(name, able))
     return names[name]
 
 
