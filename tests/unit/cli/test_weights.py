@@ -90,6 +90,16 @@ def test_inspect_proves_a_checkpoint_and_restore_gives_the_folder_back(run: Run,
     assert "problem: tensor 'transformer.vocab_embedding.weight' in rank0.safetensors: differs" in wrong.out
 
 
+def test_a_cast_is_told_when_it_is_made_and_when_it_is_proved(run: Run, in_folder: Path) -> None:
+    model = hf_folder(in_folder / "wide", dtype="F32", torch_dtype="float32")
+    made = run("convert", model, "out")
+    assert "note: F32 becomes F16, as with TensorRT-LLM; --dtype writes another\n" in made.err
+    proof = run("inspect", "out", "--verify-against", model)
+    assert proof.err == f"out equals {model}, F32 as F16: every tensor, bit for bit after that cast\n"
+    assert "note:" not in run("convert", model, "same", "--dtype", "float32").err
+    assert run("inspect", "same", "--verify-against", model).err == f"same equals {model}: every tensor, bit for bit\n"
+
+
 def test_convert_never_overwrites(run: Run, model: Path, in_folder: Path) -> None:
     (in_folder / "out").mkdir()
     (in_folder / "out" / "mine").write_text("mine")
