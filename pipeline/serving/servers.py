@@ -228,6 +228,9 @@ def starting(store: Store, name: str) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+        with contextlib.suppress(OSError):  # neither is empty once a server has been laid out
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def remember(store: Store, server: Server) -> None:
