@@ -29,9 +29,6 @@ GPUS = ("a100", "a10", "l40s", "h100", "b200", "rtx5090")
 # Runtime -> test of `make test` that executes all that it takes on a CPU.
 TESTS = {"reference": "tests/unit/engines/reference/test_quantized.py"}
 CPU = "CPU"
-# Each call reads their files; here there are hundreds.
-find_gpu, load_quant_recipes = functools.cache(facts.find_gpu), functools.cache(facts.load_quant_recipes)
-find_toolchain = functools.cache(facts.find_toolchain)
 
 
 class Ran(NamedTuple):
@@ -46,7 +43,7 @@ class Ran(NamedTuple):
 def formats() -> dict[str, tuple[DataType, Quantization]]:
     """Name of each row -> its type and quantization: floats, recipes, KV caches."""
     rows = {name: (dtype, Quantization()) for dtype, name in SHORT_NAMES.items()}
-    recipes = load_quant_recipes().values()
+    recipes = facts.load_quant_recipes().values()
     for one in recipes:
         if one.quant_algo is not None and one.kv_cache_quant_algo is None:
             rows[one.name] = DataType.BFLOAT16, one.quantization
@@ -56,7 +53,7 @@ def formats() -> dict[str, tuple[DataType, Quantization]]:
 
 def refusal(runtime: str, gpu: GpuSpec, dtype: DataType, quantization: Quantization) -> str | None:
     """Why `runtime` does not take a format on a GPU or the CPU; None where it does."""
-    recipes = load_quant_recipes()
+    recipes = facts.load_quant_recipes()
     algo = quantization.quant_algo
     recipe = next(one for one in recipes.values() if one.quant_algo is algo)
     backend = load_backend(runtime)
@@ -66,7 +63,7 @@ def refusal(runtime: str, gpu: GpuSpec, dtype: DataType, quantization: Quantizat
         if not backend.ANYWHERE:
             check_sm(replace(recipe, kv_cache_quant_algo=quantization.kv_cache_quant_algo), gpu, recipes)
         target = Target(
-            gpu=gpu, mapping=Mapping(), quantization=quantization, toolchain=find_toolchain(None), dtype=dtype
+            gpu=gpu, mapping=Mapping(), quantization=quantization, toolchain=facts.find_toolchain(None), dtype=dtype
         )
         backend.resolve(BuildConfig(), target)
     except UsageError as error:
@@ -112,7 +109,7 @@ def _named(runtime: str, name: str, place: str, page: str) -> Iterator[Ran]:
     if name in FLOAT_NAMES:
         yield Ran(runtime, name, place, page)
         return
-    recipes = load_quant_recipes().values()
+    recipes = facts.load_quant_recipes().values()
     recipe = next((one for one in recipes if name in (one.name, *one.aliases)), None)
     if recipe is None:
         return
@@ -137,13 +134,13 @@ def rows() -> tuple[tuple[str, ...], ...]:
 
 
 def _cell(runtime: str, name: str, dtype: DataType, quantization: Quantization, seen: list[Ran]) -> str:
-    refused = {gpu: refusal(runtime, find_gpu(gpu), dtype, quantization) for gpu in ("cpu", *GPUS)}
+    refused = {gpu: refusal(runtime, facts.find_gpu(gpu), dtype, quantization) for gpu in ("cpu", *GPUS)}
     places = {one.place: f"[{one.place}](measurements/{one.page})" for one in seen if one[:2] == (runtime, name)}
     if runtime in TESTS and refused["cpu"] is None:
         places.setdefault(CPU, f"CPU (`{TESTS[runtime]}`)")
     written = [CPU] if refused["cpu"] is None and CPU not in places else []
-    measured = {find_gpu(place.lower()).sm for place in places if place != CPU}
-    taken = {find_gpu(gpu).sm for gpu in GPUS if refused[gpu] is None}
+    measured = {facts.find_gpu(place.lower()).sm for place in places if place != CPU}
+    taken = {facts.find_gpu(gpu).sm for gpu in GPUS if refused[gpu] is None}
     written += [f"SM{sm}" for sm in sorted(sm for sm in taken - measured if sm)]
     parts = [f"runs: {', '.join(places[place] for place in sorted(places))}"] if places else []
     parts += [f"written: {', '.join(written)}"] if written else []

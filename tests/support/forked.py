@@ -147,6 +147,10 @@ if __name__ == "__main__":
             importlib.import_module(module.name)
     for name in MODULES:
         importlib.import_module(name)
+    # Nearly every command asks for some of these.
+    facts = importlib.import_module("trtpipe.configs.facts")
+    for load in (facts.load_gpus, facts.load_models, facts.load_quant_recipes, facts.load_toolchains):
+        load()
     gc.freeze()  # what no fork collects, all share
     main(socket.socket(fileno=int(sys.argv[1])))
     launch.main()

@@ -115,7 +115,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"enum": ["Marie", "Pierre"]},
+        "name": {"type": "string", "maxLength": 8},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
     },
     "required": ["name", "age"],
