@@ -122,13 +122,16 @@ def resolve_precision(
     if automatic:
         requested, reason = _automatic(gpu, runtime, experts=experts)
         reason = f"auto: {reason}"
+    names = _recipe_names(recipes)
     if requested in FLOAT_NAMES:
         dtype = FLOAT_NAMES[requested]
         recipe = None
         if kv_cache not in (None, "none"):
             recipe = find_recipe("none", recipes)
+    elif requested in names:
+        dtype, recipe = DataType.BFLOAT16, names[requested]
     else:
-        dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
+        raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, ["auto", *FLOAT_NAMES, *names]))
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     if automatic:
@@ -163,12 +166,17 @@ def _automatic(gpu: GpuSpec, runtime: str | None, *, experts: bool) -> tuple[str
 
 def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
     """Find a recipe by name or alias. Raises UsageError offering the nearest spelling."""
-    names = {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
+    names = _recipe_names(recipes)
     if name in FLOAT_NAMES:
         raise UsageError(f"{name} quantizes nothing", remedy="choose one that `trtpipe quants` lists")
     if name not in names:
-        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *names]))
+        able = [known for known, recipe in names.items() if recipe.quant_algo is not None]
+        raise UsageError(f"unknown quantization '{name}' in --quant", remedy=suggestion(name, able))
     return names[name]
+
+
+def _recipe_names(recipes: Mapping[str, QuantRecipe]) -> dict[str, QuantRecipe]:
+    return {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
 
 
 def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:

@@ -46,6 +46,8 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
         return yaml.load(text, _loader(repeats))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
+        if mark is not None and text[mark.index : mark.index + 1] == "\t":
+            raise YamlError(f"line {mark.line + 1} has a tab, and YAML is indented by blanks", mark.line + 1) from None
         told = str(error).replace('in "<unicode string>", ', "on ")
         raise YamlError(told, None if mark is None else mark.line + 1) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import TrtpipeError, UsageError, nearest, suggestion
 from trtpipe.triton_repo.serving import ServingConfig
 
 # Settings that a recipe or `--set` may name; the two groups are mappings with the fields of their settings type.
@@ -82,7 +83,7 @@ def merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
     out: dict[str, tuple[Any, str]] = {}
     for label, layer in layers:
-        read.check_keys(layer, [*SCALARS, *GROUPS, LORA], label, error_of(label))
+        _check_keys(layer, "", label)
         for key, value in layer.items():
             if key == LORA and value is not None:
                 if not isinstance(value, dict):
@@ -93,15 +94,40 @@ def merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
                 if value is not None:
                     out[key] = (value, label)
                 continue
-            fields = [field.name for field in dataclasses.fields(GROUPS[key])]
             if value is None:  # a group whose lines are all commented out
                 continue
             if not isinstance(value, dict):
-                remedy = f"name a setting, such as {key}.{fields[0]}"
+                remedy = f"name a setting, such as {key}.{_fields(key)[0]}"
                 raise error_of(label)(f"{label}: {key} is not a mapping", remedy=remedy)
-            read.check_keys(value, fields, f"{label}: {key}", error_of(label))
+            _check_keys(value, key, label)
             out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
     return out
+
+
+def _fields(group: str) -> list[str]:
+    """Settings of a group; of "" those outside of groups, and the groups."""
+    return [field.name for field in dataclasses.fields(GROUPS[group])] if group else [*SCALARS, *GROUPS, LORA]
+
+
+def _check_keys(keys: Iterable[str], group: str, label: str) -> None:
+    """Raises ConfigError or UsageError for a key that `group` lacks; its remedy names the group that has such a key."""
+    known, error = _fields(group), error_of(label)
+    groups = {name: place for place in ("", *GROUPS) for name in _fields(place)}
+
+    def spelled(name: str) -> str:
+        place = groups[name]
+        if place == group:
+            return f"'{name}'"
+        if error is read.ConfigError:
+            return f"`{place}: {{{name}: ...}}`" if place else f"`{name}: ...` outside of {group}"
+        return f"'{place}.{name}'" if place else f"'{name}' without '{group}.'"
+
+    for key in (str(key) for key in keys if key not in known):
+        remedy = suggestion(key, known)
+        elsewhere = nearest(key.rpartition(".")[2], groups) if not nearest(key, known) else []
+        if elsewhere:
+            remedy = f"did you mean {' or '.join(map(spelled, elsewhere))}?"
+        raise error(f"{label}: {f'{group}: ' * bool(group)}unknown key '{key}'", remedy=remedy)
 
 
 def error_of(*labels: str) -> type[TrtpipeError]:

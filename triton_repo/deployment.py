@@ -13,7 +13,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.triton_repo.check.code import foreign_code
-from trtpipe.triton_repo.check.engine import EngineFolder, find_engine, read_engine
+from trtpipe.triton_repo.check.engine_folder import EngineFolder, find_engine, read_engine
 from trtpipe.triton_repo.check.faults import ERROR, Report
 from trtpipe.triton_repo.check.models import CONFIG, Model, read_models
 from trtpipe.triton_repo.deployment_settings import Setting, engine_settings, is_size, model_settings, request_settings

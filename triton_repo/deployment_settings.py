@@ -13,7 +13,8 @@ from trtpipe.configs.facts import find_toolchain
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError
 from trtpipe.triton_repo.check import facts, values
-from trtpipe.triton_repo.check.engine import SPECULATION, EngineFolder
+from trtpipe.triton_repo.check.engine import SPECULATION
+from trtpipe.triton_repo.check.engine_folder import EngineFolder
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.scripts import read_script

@@ -243,7 +243,7 @@ def cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> d
 
     arguments  those of the settings file, with _ in place of -
     """
-    model, longest = read_model_config(engine), int(arguments["max_model_len"])
+    model, longest = read_model_config(engine, quantized=True), int(arguments["max_model_len"])
     itemsize = DataType(arguments["dtype"]).itemsize if arguments["kv_cache_dtype"] == "auto" else 1
     per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * itemsize
     if tokens is None:

@@ -87,6 +87,19 @@ def differences(
     return out
 
 
+def casts(checkpoint: Path, source: Path) -> list[tuple[str, str]]:
+    """Safetensors types of the HF folder's tensors that the checkpoint holds in another type, each with that type;
+    without those that a wider type holds exactly, such as a router's."""
+    config, located = _read_plain(checkpoint), locate_tensors(source)
+    stored = SAFETENSORS_DTYPE[config.dtype]
+    pairs = {
+        (located[held.piece.source].entry.dtype, held.plan.dtype or stored)
+        for held in _pieces(checkpoint, config)
+        if held.piece.source in located
+    }
+    return sorted((one, other) for one, other in pairs if one != other and ITEMSIZE[other] <= ITEMSIZE[one])
+
+
 def _read_plain(checkpoint: Path) -> CheckpointConfig:
     config = read_config(checkpoint)
     algo = config.quantization.quant_algo or config.quantization.kv_cache_quant_algo

@@ -115,7 +115,8 @@ class Task:
 
 
 def read_task(path: Path) -> Task:
-    """Read a task file. Raises InputDataError for another file, and for keys of lm-eval that are not supported here."""
+    """Read a task file. Raises InputDataError for another file, for keys of lm-eval that are not supported here, and
+    where its data file is missing."""
     task = read.build(Task, read.read_yaml(path), str(path))
 
     def refuse(what: str, remedy: str) -> InputDataError:
@@ -157,6 +158,8 @@ def read_task(path: Path) -> Task:
         raise refuse(f"a regular expression or max_drop is invalid: {error}", "correct it") from None
     if drop is not None and not 0 <= drop <= 1:
         raise refuse(f"max_drop is {drop:g}", "give a share of the documents, from 0 to 1")
+    if not task.data(path).is_file():
+        raise refuse(f"there is no data file {task.data(path)}", "put it there, or correct data_files")
     return task
 
 

@@ -125,7 +125,7 @@ class _Way:
         from trtpipe.engines.errors import TrtpipeError
 
         if self._failed:
-            self._add(name, "left out", 0.0, f"{self._failed} failed")
+            self.leave_out(name, f"{self._failed} failed")
             return None
         begun, since = time.monotonic(), time.time()
         try:
@@ -137,6 +137,9 @@ class _Way:
         self._add(name, "held", time.monotonic() - begun, told)
         return value
 
+    def leave_out(self, name: str, why: str) -> None:
+        self._add(name, "left out", 0.0, why)
+
     def _add(self, name: str, state: State, seconds: float, told: str, logs: str = "") -> None:
         from trtpipe.pipeline.prove.proof import Step
 
@@ -147,7 +150,8 @@ class _Way:
 def _lane(
     name: str, spec: BuildSpec, options: Mapping[str, Any], engine_python: str | None, note: Callable[[str], None]
 ) -> Lane:
-    from trtpipe.pipeline.api.build import build
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.api.build import build, settings
     from trtpipe.pipeline.prove.proof import Lane
 
     def made(what: Mapping[str, Any]) -> Callable[[], tuple[str, Built]]:
@@ -163,8 +167,15 @@ def _lane(
     served: tuple[list[list[int]], list[Speed]] | None = way.step(
         "serve", lambda: _served(spec, options["model"], engine_python)
     )
-    way.step("reference build", made({**options, "runtime": "reference", "toolchain": None, "executor": None}))
-    way.step("reference text", lambda: _compared(served[0] if served else [], options))
+    reference = {**options, "runtime": "reference", "toolchain": None, "executor": None}
+    try:
+        target = settings(**reference).target
+    except UsageError as error:  # a precision that other runtimes have
+        way.leave_out("reference build", str(error))
+        way.leave_out("reference text", str(error))
+    else:
+        way.step("reference build", made(reference))
+        way.step("reference text", lambda: _compared(served[0] if served else [], target))
     return Lane(dtype=name, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 
@@ -213,14 +224,12 @@ def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
     return {}
 
 
-def _compared(answers: list[list[int]], options: Mapping[str, Any]) -> tuple[str, None]:
-    """Compare with the reference runtime's answers. Raises StageFailed where too few begin alike."""
+def _compared(answers: list[list[int]], target: str) -> tuple[str, None]:
+    """Compare with the answers of the reference runtime's target. Raises StageFailed where too few begin alike."""
     from trtpipe.engines.errors import StageFailed
-    from trtpipe.pipeline.api.build import settings
     from trtpipe.pipeline.api.serve import serve
 
-    reference = settings(**{**options, "runtime": "reference", "toolchain": None, "executor": None})
-    with serve(reference.target, openai_port=None) as client:
+    with serve(target, openai_port=None) as client:
         expected = _answers(client)
     told, first = compared(answers, expected)
     if first < FIRST_TOKENS * len(expected):

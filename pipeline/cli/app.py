@@ -80,7 +80,7 @@ ENVIRONMENT = (
     ("NO_COLOR", "Set, no colour is printed."),
 )
 EXIT_CODES = (
-    ("0", "done"),
+    ("0", "done; of a server also: it ended when it was told to"),
     ("1", "a defect of trtpipe"),
     ("2", "the request is wrong or impossible"),
     ("3", "an input file is damaged or of another kind"),

@@ -252,7 +252,7 @@ def compare(
     \b
     Examples:
       trtpipe compare
-      trtpipe compare before/report.json after/report.json --fail-if 'p99_ttft > 1.1x'
+      trtpipe compare before.json after.json --fail-if 'p99_ttft > 1.1x'
     """
     from trtpipe.pipeline.bench.compare.comparison import compare as compare_reports
     from trtpipe.pipeline.bench.results import folders

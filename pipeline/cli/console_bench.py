@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trtpipe.pipeline.bench.results.metric import rounded
 from trtpipe.pipeline.cli import console
 from trtpipe.pipeline.cli.console_text import bounded, one_line
 
@@ -121,9 +122,13 @@ def running_line(at: Progress, width: int = 1000) -> str:
     if live.first_ns:
         times = sorted(live.first_ns)
         half, most = times[len(times) // 2], times[len(times) * 99 // 100]
-        parts.append(f"TTFT p50/p99 {half / 1e6:.0f}/{most / 1e6:.0f} ms")
+        parts.append(f"TTFT p50/p99 {rounded(half / 1e6, 0)}/{rounded(most / 1e6, 0)} ms")
     ended = (live.warmed + live.done) / elapsed
-    parts += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
+    parts += [
+        f"{live.in_flight} in flight",
+        f"{rounded(ended)} requests/s",
+        f"{rounded(live.responses / elapsed, 0)} responses/s",
+    ]
     shown = itertools.takewhile(lambda line: len(line) <= width, itertools.accumulate(parts, "{}, {}".format))
     return max(shown, key=len, default=parts[0][:width])
 
@@ -135,8 +140,8 @@ def ended_line(at: Progress) -> str:
     if result is not None:
         first, rate = result.metrics["time_to_first_token"], result.metrics["output_token_throughput"]["value"]
         if first["p50"] is not None:
-            parts.append(f"TTFT p50/p99 {first['p50']:.1f}/{first['p99']:.1f} ms")
-        parts += [] if rate is None else [f"{rate:.1f} tokens/s"]
+            parts.append(f"TTFT p50/p99 {rounded(first['p50'])}/{rounded(first['p99'])} ms")
+        parts += [] if rate is None else [f"{rounded(rate)} tokens/s"]
         parts += [] if result.slo is None or result.slo["met"] else ["SLO missed"]
         parts += [] if result.verdict["valid"] else ["INVALID"]
     return ", ".join(parts)
@@ -170,7 +175,7 @@ def report(measured: BenchReport) -> None:
 
             def figure(result: LoadPointResult, metric: Metric = metric, point: str = point) -> str:
                 value = result.metrics.get(metric.name, {}).get(point)
-                return "-" if value is None else f"{metric.shown(value):.1f}"
+                return "-" if value is None else rounded(metric.shown(value))
 
             rows.append((metric.heading(point), figure))
     if judged:
@@ -194,7 +199,7 @@ def _repeats(measured: BenchReport) -> None:
         if entry is None:
             return "-"
         mean, low = metric.shown(entry["mean"]), metric.shown(entry["interval"][0])
-        return f"{mean:.1f} \u00b1{mean - low:.1f}"
+        return f"{rounded(mean)} \u00b1{rounded(mean - low)}"
 
     figures = [
         (metric, point)

@@ -14,8 +14,8 @@ deploy = typer.Typer(
     name="deploy",
     cls=SectionedGroup,
     help="Write what a cluster needs to serve a target.\n\n\b\nExamples:\n"
-    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1\n"
-    "  trtpipe deploy k8s llama3-8b.h100.fp8 -o out --model-image registry.example/llama3:1 --no-openai",
+    "  trtpipe deploy k8s TARGET -o out --pvc models --gateway-image IMAGE\n"
+    "  trtpipe deploy k8s TARGET -o out --model-image IMAGE --no-openai",
     rich_markup_mode=None,
 )
 
@@ -52,8 +52,8 @@ def k8s(
 
     \b
     Examples:
-      trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1
-      trtpipe deploy k8s --help
+      trtpipe deploy k8s TARGET -o out --pvc models --gateway-image IMAGE
+      trtpipe deploy k8s TARGET -o out --model-image IMAGE --no-openai
     """
     from trtpipe.configs import facts, read
     from trtpipe.engines.errors import UsageError
@@ -82,7 +82,7 @@ def k8s(
 
 def monitoring(
     target: Target = None,
-    out: Annotated[Path, typer.Option("--output", "-o", help="Folder in which monitoring/ is written.")] = Path(),
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("monitoring"),
     metrics: Annotated[
         str, typer.Option(help="Addresses of the servers' metrics: host:port,...; of the running server if left out.")
     ] = "",
@@ -98,25 +98,25 @@ def monitoring(
 
     \b
     Examples:
-      trtpipe monitoring llama3-8b.h100.fp8 -o monitoring
-      trtpipe monitoring -o monitoring
+      trtpipe monitoring llama3-8b.h100.fp8
+      trtpipe monitoring --metrics gpu-1:8002 --gateways gpu-1:9000 -o watch
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
+    from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, GATEWAYS, SCRAPE, SERVERS, write_monitoring
     from trtpipe.pipeline.serving import repositories, servers
 
     name, repository = repositories.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
-    written = write_monitoring(
+    write_monitoring(
         models, out,
         targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
         gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
         key_file=api_key_file,
     )  # fmt: skip
     if as_json:
-        console.result_json({"folder": written, "files": sorted(path.name for path in written.iterdir())})
+        console.result_json({"folder": out, "files": sorted((ALERTS, DASHBOARD, SCRAPE))})
         return
     if not gateways and api_key_file is None and any(one.keyed for one in found):
         console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
-    console.result(str(written))
+    console.result(str(out))

@@ -66,11 +66,15 @@ def add(
       trtpipe lora add support=adapters/support
       trtpipe lora add support=adapters/support --server llama3-8b.h100.fp8
     """
+    from trtpipe.engines.adapters import check_name
+    from trtpipe.engines.hf.adapter import read_adapter
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.options import named_folders
     from trtpipe.pipeline.serving import adapters
 
     ((name, folder),) = (named_folders([adapter], "") or {}).items()
+    check_name(name)
+    read_adapter(Path(folder))  # a mistake in it is told also where no server runs
     store, running, served = _served(server, target)
     placed = adapters.add(store, running, served, name, Path(folder))
     model = served.model_name(placed.name)

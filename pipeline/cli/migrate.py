@@ -49,7 +49,7 @@ def migrate(
     \b
     Examples:
       trtpipe migrate llama3-8b.h100.fp8 --to vllm
-      trtpipe migrate triton_model_repo --to llmapi --model llama3-8b --gpu h100 -o llama3.yaml
+      trtpipe migrate REPO --to llmapi --model llama3-8b --gpu h100 -o new.yaml
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build as make_target

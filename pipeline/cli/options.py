@@ -161,8 +161,13 @@ def own_store() -> Store:
 def named_folders(words: list[str] | None, option: str = "--lora ") -> dict[str, str] | None:
     """Folders of adapters by name, of NAME=FOLDER each; None for none. Raises UsageError."""
     from trtpipe.configs.read import named_values
+    from trtpipe.engines.errors import UsageError
 
-    return named_values(words or (), option, form="NAME=FOLDER", example="support=adapters/support") or None
+    named = named_values(words or (), option, form="NAME=FOLDER", example="support=adapters/support")
+    for name, folder in named.items():
+        if not folder:
+            raise UsageError(f"{option}{name}= names no folder", remedy=f"write {name}=FOLDER")
+    return named or None
 
 
 def numbers(text: str | None, *, whole: bool = False) -> list[Any] | None:

@@ -200,7 +200,7 @@ def verify_provenance(
     \b
     Examples:
       trtpipe verify-provenance llama3-8b.h100.fp8
-      trtpipe verify-provenance llama3-8b.h100.fp8 --statement signed.json --trust-key team.pub
+      trtpipe verify-provenance llama3-8b.h100.fp8 --trust-key team.pub
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console

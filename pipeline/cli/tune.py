@@ -36,8 +36,8 @@ def tune(
 
     \b
     Examples:
-      trtpipe tune llama3-8b.h100.fp8 --slo 'ttft:p99<500ms' --slo 'tpot:50ms' --minutes 60
-      trtpipe tune smollm2-135m.cpu.fp32 --slo 'ttft:p90<2s' --minutes 10 --input-tokens 32 --output-tokens 16
+      trtpipe tune llama3-8b.h100.fp8 --slo 'ttft:p99<500ms' --slo 'tpot:50ms'
+      trtpipe tune smollm2-135m.cpu.fp32 --slo 'ttft:p90<2s' --minutes 10
     """
     from trtpipe.pipeline.api.tune import tune as search
     from trtpipe.pipeline.cli import console, console_bench

@@ -60,6 +60,7 @@ def convert(
     """
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
+    from trtpipe.engines.checkpoint.restore import casts
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.families import family_of
     from trtpipe.engines.hf.folder import read_model_config
@@ -93,6 +94,8 @@ def convert(
                 hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
             )
     model = read_model_config(hf_dir, quantized=True)
+    if stored is None and wanted is None:
+        notices += (f"{a} becomes {b}, as with TensorRT-LLM; --dtype writes another" for a, b in casts(out_dir, hf_dir))
     for notice in (*family_of(model).notices(model), *notices):
         console.note(f"note: {notice}")
     if as_json:
@@ -280,7 +283,7 @@ def inspect(
       trtpipe inspect OUT_DIR
       trtpipe inspect OUT_DIR --verify-against HF_DIR
     """
-    from trtpipe.engines.checkpoint.restore import differences
+    from trtpipe.engines.checkpoint.restore import casts, differences
     from trtpipe.engines.hf.inspection import inspect as look
     from trtpipe.pipeline.cli import console, console_progress
 
@@ -295,7 +298,9 @@ def inspect(
 
         raise InputDataError(f"{folder} has {len(problems)} problem(s)", why=problems[0])
     if verify_against is not None:
-        console.note(f"{folder} equals {verify_against}: every tensor, bit for bit")
+        cast = " and ".join(f"{one} as {other}" for one, other in casts(folder, verify_against))
+        same = f"{verify_against}, {cast}" if cast else verify_against
+        console.note(f"{folder} equals {same}: every tensor, bit for bit{' after that cast' if cast else ''}")
 
 
 def restore(

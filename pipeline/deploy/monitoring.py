@@ -20,7 +20,6 @@ import yaml
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.yaml_input import load_yaml
 
-FOLDER = "monitoring"
 DASHBOARD, SCRAPE, ALERTS = "grafana-dashboard.json", "prometheus.yml", "alerts.yml"
 SERVERS, GATEWAYS = ("localhost:8002",), ("localhost:9000",)
 
@@ -30,28 +29,26 @@ _TEMPLATES = Path(__file__).parent / "templates"
 def write_monitoring(
     repository_models: Iterable[str], out: Path, *,
     targets: Sequence[str] = SERVERS, gateways: Sequence[str] = GATEWAYS, key_file: Path | None = None,
-) -> Path:  # fmt: skip
-    """Write OUT/monitoring/ for a repository with these models.
+) -> None:  # fmt: skip
+    """Write the files into the folder `out`, for a repository with these models.
 
     targets, gateways  where the servers' and the gateways' metrics are, host:port or URL
     key_file           file with a key of the gateways, as Prometheus finds it
 
-    Returns the folder. Raises UsageError for what is no address, and if `out` is a model repository: Triton takes each
-    folder in it for a model.
+    Raises UsageError for what is no address, and if `out` is a model repository or a folder in one: Triton takes each
+    folder there for a model.
     """
     config = _scrape_config(targets, gateways, key_file)
-    if out.is_dir() and any(out.glob("*/config.pbtxt")):
-        raise UsageError(
-            f"{out} is a model repository",
-            why=f"Triton would take the folder '{FOLDER}' in it for a model",
-            remedy="name a folder beside it",
-        )
-    folder = out / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
+    for repository in (out, out.absolute().parent):
+        if any(repository.glob("*/config.pbtxt")):
+            raise UsageError(
+                f"{repository} is a model repository", why="Triton would take a folder in it for a model",
+                remedy="name a folder beside it",
+            )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
     for name, content in ((SCRAPE, config), (ALERTS, _alert_rules(sorted(set(repository_models))))):
-        (folder / name).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
-    return folder
+        (out / name).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
 
 
 def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Path | None) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class DockerExecutor:
         return HostError(
             f"Docker cannot be reached at {self._url}",
             why=why,
-            remedy="start dockerd, or add your user to the docker group, or use --executor local",
+            remedy="start dockerd, or add your user to the docker group",
         )
 
     @property
@@ -283,7 +283,7 @@ class DockerExecutor:
              "see `nvidia-smi -L` for the GPUs that are there"),
             (r"bind source path does not exist|mounts denied|mount source path|error mounting",
              "Docker cannot mount this machine's folders",
-             "use a Docker that runs on this machine and may read the folder, or --executor local"),
+             "use a Docker that runs on this machine and may read the folder"),
             (r"could not select device driver|nvidia-container|runtime name: nvidia",
              "Docker has no NVIDIA runtime here", "install the NVIDIA Container Toolkit and restart Docker"),
             (r"executable file not found|exec: ", f"{program} cannot be run in {self.image}",

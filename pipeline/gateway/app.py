@@ -270,7 +270,10 @@ def build(
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {quoted(request.scope['path'])}: {error.detail}"
+        path = request.scope["path"]
+        what = f"{request.method} {quoted(path)}: {error.detail}"
+        if error.status_code == 404 and f"/v1{path}" in {getattr(route, "path", "") for route in app.routes}:
+            what += f"; try /v1{path}, with /v1 at the end of the base URL"
         return refuse(request, Failure(error.status_code, what))
 
     @app.exception_handler(Exception)

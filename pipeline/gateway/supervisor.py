@@ -132,7 +132,7 @@ class Gateway:
 
 
 def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda gateway: None) -> None:
-    """Run a gateway until Ctrl-C, a TERM signal or its own failure. Raises what `Gateway.start` and `watch` raise.
+    """Run a gateway until Ctrl-C, a signal to end or its own failure. Raises what `Gateway.start` and `watch` raise.
 
     `ready` is called once the gateway listens and signals are handled.
     """
@@ -145,7 +145,7 @@ def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda 
     try:
         ready(gateway)
         gateway.watch()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         pass
     finally:
         gateway.stop()

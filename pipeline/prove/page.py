@@ -53,8 +53,11 @@ def render(proof: Proof) -> str:
 def _findings(proof: Proof) -> Iterator[Finding]:
     for lane in proof.lanes:
         failed = next((step for step in lane.steps if step.state == "failed"), None)
-        if failed is None:
+        out = next((step for step in lane.steps if step.state == "left out"), None)
+        if failed is None and out is None:
             yield Finding(text=f"{lane.dtype}: every step held.", good=True)
+        elif failed is None:
+            yield Finding(text=sentence(f"{lane.dtype}: what ran held; no {out.name}: {out.told}"), good=True)
         else:
             yield Finding(text=sentence(f"{lane.dtype}: {failed.name} failed: {failed.told}"), good=False)
 

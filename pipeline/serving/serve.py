@@ -59,6 +59,7 @@ from trtpipe.pipeline.serving.servers import (
     end_watcher,
     find_running,
     forget,
+    none_running,
     recorded,
     remember,
     running,
@@ -334,7 +335,7 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
     if name is not None:
         servers = [server for server in servers if server.name == name]
         if not servers:
-            raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
+            raise none_running(store, name)
     elif len(servers) > 1 and not everything:
         names = ", ".join(server.name for server in servers)
         raise UsageError("several servers are running", remedy=f"name one, or pass --all: {names}")

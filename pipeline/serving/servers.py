@@ -187,19 +187,26 @@ def end_watcher(server: Server) -> None:
 
 def find_running(store: Store, name: str | None) -> Server:
     """The running server of that name, or the only one. Raises UsageError."""
-    servers = running(store)
-    if name is not None:
-        servers = [server for server in servers if server.name == name]
+    servers = [server for server in running(store) if name in (None, server.name)]
     if not servers:
-        died = [one for one in recorded(store) if one.died is not None and name in (None, one.name)]
-        raise UsageError(
-            f"no server named '{name}' is running" if name else "no server is running",
-            why="; ".join(f"{one.name} died: {one.died}" for one in died),
-            remedy="; ".join([*(f"see {one.log}" for one in died), "run `trtpipe serve`"]),
-        )
+        raise none_running(store, name)
     if len(servers) > 1:
         raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
     return servers[0]
+
+
+def none_running(store: Store, name: str | None) -> UsageError:
+    """The error where no server of that name runs, or none at all; it names those that run, or that have died."""
+    found = recorded(store)
+    died = [one for one in found if one.died is not None and name in (None, one.name)]
+    others = ", ".join(one.name for one in found if one.died is None)
+    return UsageError(
+        "no server is running" if name is None else f"no server named '{name}' is running",
+        why="; ".join(f"{one.name} died: {one.died}" for one in died),
+        remedy="; ".join(
+            [*(f"see {one.log}" for one in died), f"name one that runs: {others}" if others else "run `trtpipe serve`"]
+        ),
+    )
 
 
 def remember(store: Store, server: Server) -> None:

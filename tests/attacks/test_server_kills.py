@@ -21,7 +21,7 @@ def running(cli: Cli, repository: Path) -> dict[str, Any]:
     return next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == repository.name)
 
 
-def test_a_crash_is_started_again_with_its_stack_in_the_log_until_ctrl_c(cli: Cli, tiny_repository: Path) -> None:
+def test_a_crash_is_started_again_with_its_stack_in_the_log_until_sigterm(cli: Cli, tiny_repository: Path) -> None:
     ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
     with cli.serving(str(tiny_repository), *ports, "--no-openai", "--restart", "1") as serving:
         assert serving.stderr is not None
@@ -45,7 +45,7 @@ def test_a_crash_is_started_again_with_its_stack_in_the_log_until_ctrl_c(cli: Cl
         assert (again["http"], again["grpc"]) == (record["http"], record["grpc"])
         server = psutil.Process(again["pid"])
         family = [server, *server.children(recursive=True)]
-        serving.send_signal(signal.SIGINT)
+        serving.send_signal(signal.SIGTERM)
         _, err = serving.communicate(timeout=60)
     assert serving.returncode == 0, err
     # The engine process ends when it has seen that the last of Triton's processes is gone.

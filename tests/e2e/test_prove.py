@@ -12,6 +12,7 @@ import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.pipeline.api.prove import compared, scrubbed
 from trtpipe.pipeline.prove.proof import Proof
+from trtpipe.pipeline.serving.engine_python import beside
 
 SIZES = {"build.max_batch_size": 8, "build.max_input_len": 128, "build.max_seq_len": 192}
 
@@ -39,6 +40,22 @@ def test_a_precision_holds_when_its_server_answers_as_the_reference_runtime(mode
     page = (in_folder / "proof" / "proof.html").read_text()
     assert "fp32: every step held." in page
     assert "int8-wo" in page
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.skipif(beside() is None, reason="no vLLM beside this environment: `make setup-vllm`")
+def test_a_precision_that_the_reference_runtime_lacks_is_proved_without_it(in_folder: Path) -> None:
+    model = hf_folder(in_folder / "small", hidden_size=128, intermediate_size=256, num_attention_heads=4,
+                      num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
+    sizes = {**SIZES, "calibration.data": "demo"}
+    proof = trtpipe.prove(str(model), gpu="cpu", runtime="vllm", dtype="int8-pc-pt", set=sizes)
+    assert proof.held
+    assert states(proof, "int8-pc-pt") == [
+        ("build", "held"), ("serve", "held"), ("reference build", "left out"), ("reference text", "left out"),
+    ]  # fmt: skip
+    page = (in_folder / "proof" / "proof.html").read_text()
+    assert "what ran held; no reference build: the runtime reference does not run" in page
 
 
 @pytest.mark.real

@@ -254,6 +254,11 @@ def test_sizes_that_contradict_each_other_are_refused(assignments: list[str], me
     ("recipe", "message"),
     [
         ({"modle": "x"}, "recipe r.yaml: unknown key 'modle'; did you mean 'model'?"),
+        *(
+            ({key: 100}, f"recipe r.yaml: unknown key '{key}'; did you mean `build: {{max_seq_len: ...}}`?")
+            for key in ("max_seq_len", "build.max_seq_len")
+        ),
+        ({"build": {"tp": 2}}, "recipe r.yaml: build: unknown key 'tp'; did you mean `tp: ...` outside of build?"),
         (
             {"build": {"max_batchsize": 8}},
             "recipe r.yaml: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?",
@@ -290,6 +295,9 @@ def test_a_mistake_in_a_recipe_names_the_file(recipe: dict[str, Any], message: s
     [
         (["build.max_batchsize=8"], "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"),
         (["bild.max_batch_size=8"], "--set: unknown key 'bild'; did you mean 'build'?"),
+        (["max_seq_len=100"], "--set: unknown key 'max_seq_len'; did you mean 'build.max_seq_len'?"),
+        (["serving.max_batch=8"], "--set: serving: unknown key 'max_batch'; did you mean 'build.max_batch_size'?"),
+        (["build.tp=2"], "--set: build: unknown key 'tp'; did you mean 'tp' without 'build.'?"),
         (["build.max_batch_size=many"], '--set: build: max_batch_size: Input should be a valid integer, got "many"'),
         (
             ["build.max_batch_size=2024-01-01"],

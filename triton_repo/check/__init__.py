@@ -18,15 +18,9 @@ from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check.core import check_core
-from trtpipe.triton_repo.check.engine import (
-    EngineFolder,
-    check_engine,
-    check_gpus,
-    check_release,
-    check_static,
-    check_vocabulary,
-    find_engine,
-)
+from trtpipe.triton_repo.check.engine import check_engine, check_static
+from trtpipe.triton_repo.check.engine_folder import EngineFolder, find_engine
+from trtpipe.triton_repo.check.engine_host import check_gpus, check_release, check_vocabulary
 from trtpipe.triton_repo.check.faults import ERROR, RULES, WARNING, Fault, Report
 from trtpipe.triton_repo.check.files import check_environment, check_files
 from trtpipe.triton_repo.check.graph import check_circles, check_graph

@@ -1,32 +1,16 @@
-"""Check of the engine that a configuration names: folder, sizes against parameters, release and GPU that run it."""
+"""Check of the parameters and tensors of an engine model against the engine's sizes and features."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from trtpipe.engines import find_backend
-from trtpipe.engines.backends.base import EngineBackend
-from trtpipe.engines.errors import TrtpipeError
-from trtpipe.engines.json_input import read_json
-from trtpipe.engines.nvidia import Gpu
-from trtpipe.engines.passport import NAME as PASSPORT
-from trtpipe.engines.passport import Passport, objections, read_passport
-from trtpipe.engines.precision import FP8_SMS
-from trtpipe.engines.quantization import QuantAlgo
-from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
-from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights
-from trtpipe.triton_repo.check.faults import ERROR, WARNING, Location, Report
+from trtpipe.triton_repo.check.engine_folder import EngineFolder, positive
+from trtpipe.triton_repo.check.faults import ERROR, WARNING, Report
 from trtpipe.triton_repo.check.models import Model
-from trtpipe.triton_repo.check.paths import locate, tell_not_here
-from trtpipe.triton_repo.check.release import Release, release_key
+from trtpipe.triton_repo.check.release import Release
 from trtpipe.triton_repo.check.tensors import LOGITS
-from trtpipe.triton_repo.check.text import PLACEHOLDER, type_name
-from trtpipe.triton_repo.check.tokenizer import GENERATION, Vocabulary
+from trtpipe.triton_repo.check.text import type_name
 
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 # Bits of build_config.speculative_decoding_mode, and the decoding mode that each requires; 1 stands for none.
@@ -37,172 +21,7 @@ _UNPAGED = "is on, and the engine's prompt attention does not read a paged KV ca
 _PAGE = "turn it off, or build the engine with --use_paged_context_fmha enable"
 # From this release on the executor refuses static batching.
 STATIC_UNTIL = "0.20.0"
-# Smallest share of an engine's vocabulary that its own tokenizer has.
-_LEAST_VOCABULARY = 0.75
 _ENCODERS = ("Encoder", "MLLaMA", "Mllama", "Whisper", "Enc", "DecoderModel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFolder:
-    """Facts of an engine folder on this machine, from its config.json; `hf` is that of a Hugging Face folder."""
-
-    path: Path
-    version: str | None
-    pretrained: dict[str, Any]
-    build: dict[str, Any]
-    passport: Passport | None = None
-    plugins: dict[str, Any] = field(default_factory=dict)
-    hf: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def backend(self) -> EngineBackend | None:
-        """The backend of the passport's runtime; None without a passport, and for a runtime that is not known."""
-        return None if self.passport is None else find_backend(self.passport.runtime)
-
-    def size(self, name: str) -> int | None:
-        return _whole(self.build.get(name))
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the folder has the form that trtllm-build reads or writes, so that its config.json has a release."""
-        return self.passport is None or (self.backend is not None and self.backend.FORM == "trtllm")
-
-    @property
-    def mapping(self) -> dict[str, Any]:
-        return _mapping(self.pretrained.get("mapping"))
-
-    @property
-    def world_size(self) -> int | None:
-        mapping = self.mapping
-        sizes = [_whole(mapping.get(name, 1)) for name in ("tp_size", "pp_size", "cp_size")]
-        if any(size is None for size in sizes) or not {"tp_size", "world_size"} & set(mapping):
-            return None
-        out = 1
-        for size in sizes:
-            out *= size or 1
-        return out
-
-
-def find_engine(model: Model, name: str, models: dict[str, Model], report: Report) -> EngineFolder | None:
-    """Find the engine that a path parameter names, if it is on this machine; report its faults."""
-    text = model.value(name)
-    if text is None or PLACEHOLDER.search(text):
-        return None
-    where = model.at_parameter(name)
-    place = locate(text, report.repository, models)
-    if place.absent:
-        report.error(
-            "engine-folder",
-            where,
-            f"is '{text}', which is not there",
-            why=place.why,
-            remedy="name the folder of config.json and the rank files",
-        )
-        return None
-    if place.path is None:
-        tell_not_here(where, text, report)
-        return None
-    return read_engine(place.path, where, text, report, mapped=place.mapped)
-
-
-def read_engine(
-    folder: Path, where: Location, text: str, report: Report, *, mapped: bool = False
-) -> EngineFolder | None:
-    """Read an engine folder that `text` names at `where`; report its faults.
-
-    mapped  whether a path of the container was found in the repository, whose engine may be elsewhere
-    """
-    if not folder.is_dir():
-        report.error("engine-folder", where, f"is '{text}', which is not a folder", remedy="name the folder it is in")
-        return None
-    passport = _passport(folder, report)
-    files = {path.name for path in folder.iterdir() if path.is_file()}
-    ranks = any(re.fullmatch(r"rank\d+\.(engine|safetensors)", file) for file in files)
-    if mapped and "config.json" not in files and not ranks:
-        tell_not_here(where, text, report)
-        return None
-    if "config.json" not in files:
-        inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        report.error(
-            "engine-folder",
-            where,
-            f"is '{text}', which has no config.json",
-            why="the backend reads the engine's sizes from it",
-            remedy=f"name {text.rstrip('/')}/{inner[0]}"
-            if len(inner) == 1
-            else "copy the whole folder that trtllm-build wrote",
-        )
-        return None
-    return _read(folder, where, text, passport, report)
-
-
-def _read(folder: Path, where: Location, text: str, passport: Passport | None, report: Report) -> EngineFolder | None:
-    try:
-        raw = read_json(folder / "config.json", "engine config")
-    except TrtpipeError as error:
-        report.error(
-            "engine-config", folder / "config.json", "cannot be read", why=error.why or error.what,
-            remedy="copy it from the build again",
-        )  # fmt: skip
-        return None
-    backend = None if passport is None else find_backend(passport.runtime)
-    if passport is not None and backend is None:
-        report.warning(
-            "passport", (folder / PASSPORT, "runtime"), f"is {passport.runtime}, which this version does not know",
-            why="the engine is not checked", remedy="check it with the version that built it",
-        )  # fmt: skip
-        return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
-    folder_of_hf = backend is not None and backend.FORM == "hf"
-    kind = None
-    if folder_of_hf and "build_config" in raw:
-        kind = "an engine of TensorRT-LLM, not a Hugging Face model folder, as its passport says"
-    elif not folder_of_hf and not any(isinstance(raw.get(f"{word}_config"), dict) for word in ("build", "builder")):
-        kind = "a Hugging Face model folder, not an engine" if "architectures" in raw else None
-        kind = "a TensorRT-LLM checkpoint, not an engine" if "architecture" in raw else kind
-        if kind is None:
-            report.error(
-                "engine-config", where, f"is '{text}', which has a config.json without sizes",
-                "it has no build_config", "build the engine with trtllm-build, and name its folder",
-            )  # fmt: skip
-            return None
-    elif folder_of_hf and not raw.get("architectures"):
-        kind = "no Hugging Face model folder: its config.json names no architecture"
-    if kind is not None:
-        remedy = "build the engine again, and name its folder"
-        report.error("engine-folder", where, f"is '{text}', which is {kind}", remedy=remedy)
-        return None
-    if folder_of_hf:
-        check_weights(folder, report)
-        engine = EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport, hf=raw)
-        check_agreement(engine, report)
-        return engine
-    plugins = _mapping(_mapping(raw.get("build_config")).get("plugin_config"))
-    engine = EngineFolder(
-        path=folder,
-        version=raw["version"] if isinstance(raw.get("version"), str) else None,
-        pretrained=_mapping(raw.get("pretrained_config")),
-        build=_mapping(raw.get("build_config")),
-        passport=passport,
-        plugins=plugins or _mapping(raw.get("plugin_config")),
-    )
-    check_mapping(engine, report)
-    check_rank_files(engine, where, report)
-    check_agreement(engine, report)
-    return engine
-
-
-def _passport(folder: Path, report: Report) -> Passport | None:
-    if not (folder / PASSPORT).is_file():
-        return None
-    try:
-        return read_passport(folder)
-    except TrtpipeError as error:
-        report.error("passport", folder / PASSPORT, "cannot be read", why=error.why or error.what, remedy=error.remedy)
-        return None
 
 
 def check_engine(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
@@ -225,7 +44,7 @@ def _tell(model: Model, report: Report, findings: Sequence[tuple[bool, str, str,
 def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
     for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width"):
         value = engine.build.get(name)
-        if value is not None and _whole(value) is None:
+        if value is not None and positive(value) is None:
             report.error(
                 "engine-config", (engine.config, name), f"is {value!r}", "the backend reads a number",
                 "copy it from the build again",
@@ -432,141 +251,6 @@ def _check_logits(model: Model, engine: EngineFolder, report: Report) -> None:
         report.blame(model.name, *found)
 
 
-def check_release(
-    model: Model, engine: EngineFolder, release: Release, toolchain: Toolchain | None, report: Report
-) -> None:
-    """Report an engine of another release: it runs only on its own release, which TensorRT-LLM does not check."""
-    anywhere = engine.backend is not None and engine.backend.ANYWHERE
-    if anywhere or (engine.version or "").startswith("reference"):
-        return
-    if toolchain is not None and engine.compiles and "tensorrt_llm" not in toolchain.runtimes:
-        return  # a release without engines, which the check of the runtime reports
-    made = release_key(engine.version)
-    stamped = release_key(engine.passport.toolchain) if engine.passport is not None else None
-    if made is None and engine.compiles:
-        report.warning(
-            "engine-release",
-            (engine.config, "version"),
-            "is missing" if engine.version is None else f"is '{engine.version}', which is no release",
-            why="builders before 0.8 wrote none, and an engine runs on the release that built it",
-            remedy="build the engine again",
-        )
-    elif toolchain is not None:
-        asked = release_key(toolchain.name)
-        for key, name, path in (
-            (made, engine.version, engine.config),
-            (stamped, engine.passport.toolchain if engine.passport else None, engine.path / PASSPORT),
-        ):
-            if key is not None and key != asked:
-                report.error(
-                    "engine-release",
-                    (path, "version" if path == engine.config else "toolchain"),
-                    f"is {name}, and the repository is for TensorRT-LLM {toolchain.name}",
-                    why="an engine runs on the release that built it",
-                    remedy=f"build it with {toolchain.name}, or serve it with {name}",
-                )
-                return
-    elif made is not None and stamped is not None and made != stamped:
-        report.error(
-            "passport",
-            (engine.path / PASSPORT, "toolchain"),
-            f"is {engine.passport.toolchain if engine.passport else ''}, and config.json says {engine.version}",
-            remedy="build the engine again",
-        )
-
-
-def check_gpus(
-    model: Model, engine: EngineFolder, gpus: Sequence[Gpu], toolchain: Toolchain | None, report: Report
-) -> None:
-    """Check whether this machine can run the engine."""
-    if engine.passport is not None:
-        told = _objections(engine.passport, gpus, toolchain)
-        _tell_objections(model.at_parameter("gpt_model_path"), told, report)
-        return
-    where = model.at_parameter("gpt_model_path")
-    quantization = _mapping(engine.pretrained.get("quantization"))
-    algo = next((algo for algo in QuantAlgo if algo.value == quantization.get("quant_algo")), None)
-    fp8 = (algo is not None and algo.row.operands == "fp8") or quantization.get("kv_cache_quant_algo") == "FP8"
-    if fp8 and gpus and all(gpu.sm < min(FP8_SMS) for gpu in gpus):
-        report.error(
-            "engine-gpu", where, f"names an engine in FP8, and this machine has {gpus[0].describe()}",
-            f"SM{min(FP8_SMS)} and newer have FP8", "serve it elsewhere, or build it in another precision",
-        )  # fmt: skip
-    elif engine.world_size is not None and engine.world_size > len(gpus):
-        report.error(
-            "engine-gpu",
-            where,
-            f"names an engine of {engine.world_size} rank(s), and this machine has {len(gpus)} GPU(s)",
-            remedy="serve it elsewhere, or build it for fewer",
-        )
-    elif not (engine.version or "").startswith("reference"):
-        report.warning(
-            "engine-gpu", where, "names an engine of which nothing says for which GPU it was built",
-            f"it has no {PASSPORT}, and an engine runs on its own compute capability only", "see where it was built",
-        )  # fmt: skip
-
-
-def check_passport(
-    where: Location, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
-) -> Passport | None:
-    """Check the passport of an LLM API model's folder, and return it; only folders of this project have one."""
-    passport = _passport(folder, report)
-    if passport is None:
-        return None
-    if toolchain is not None and release_key(passport.toolchain) not in (None, release_key(toolchain.name)):
-        report.error(
-            "engine-release",
-            (folder / PASSPORT, "toolchain"),
-            f"is {passport.toolchain}, and the repository is for TensorRT-LLM {toolchain.name}",
-            remedy=f"build it with {toolchain.name}, or serve it with {passport.toolchain}",
-        )
-    if gpus is not None:
-        _tell_objections(where, _objections(passport, gpus, toolchain), report)
-    return passport
-
-
-def _objections(passport: Passport, gpus: Sequence[Gpu], toolchain: Toolchain | None) -> list[str]:
-    floor = toolchain.driver if toolchain is not None and passport.toolchain == toolchain.name else None
-    return objections(passport, gpus, floor=floor)
-
-
-def _tell_objections(where: Location, told: list[str], report: Report) -> None:
-    for objection in told:
-        report.error(
-            "engine-gpu",
-            where,
-            "names an engine that this machine cannot run",
-            why=objection,
-            remedy="build it for this GPU, or serve it elsewhere",
-        )
-
-
-def check_vocabulary(engine: EngineFolder, vocabularies: list[Vocabulary], report: Report) -> None:
-    """Compare the tokenizer's ids with the engine's. Models pad their vocabulary, by a few percent at most."""
-    most = _whole({**engine.hf, **engine.pretrained}.get("vocab_size"))
-    if most is None:
-        return
-    for vocabulary in vocabularies:
-        why, remedy = "it is another model's tokenizer", "copy that of the engine's model"
-        if vocabulary.size > most:
-            told = f"has {vocabulary.size:,} tokens, and the engine {most:,}"
-            report.error("tokenizer-vocabulary", vocabulary.path, told, why, remedy)
-        elif vocabulary.ids < _LEAST_VOCABULARY * most:
-            told = f"has {vocabulary.ids:,} tokens, and the engine {most:,}"
-            report.warning("tokenizer-vocabulary", vocabulary.path, told, why, remedy)
-        elif vocabulary.ids > most:
-            told = f"adds tokens up to the id {vocabulary.ids - 1:,}, and the engine has {most:,}"
-            report.warning("tokenizer-vocabulary", vocabulary.path, told, "a prompt with one fails", remedy)
-        for name, number in vocabulary.named.items():
-            if number >= most:
-                at, told = (
-                    (vocabulary.path.with_name(GENERATION), name),
-                    f"names {number:,}, and the engine has {most:,} tokens",
-                )
-                add = report.error if name == "eos_token_id" else report.warning
-                add("tokenizer-end", at, told, why, remedy)
-
-
 def _number(model: Model, name: str, bounds: tuple[int, int] = values.INT32) -> int | None:
     text = model.value(name)
     value = values.read_int(text, bounds).value if text else None
@@ -576,11 +260,3 @@ def _number(model: Model, name: str, bounds: tuple[int, int] = values.INT32) -> 
 def _flag(model: Model, name: str) -> bool:
     text = model.value(name) or ""
     return text.lower() in ("1", "true") if model.python_runtime else text in values.CPP_TRUE
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

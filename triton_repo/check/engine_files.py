@@ -16,7 +16,7 @@ from trtpipe.triton_repo.check.faults import Location, Report
 from trtpipe.triton_repo.check.whole import check_leftovers, check_whole
 
 if TYPE_CHECKING:
-    from trtpipe.triton_repo.check.engine import EngineFolder
+    from trtpipe.triton_repo.check.engine_folder import EngineFolder
 
 # Sizes in the passport that trtllm-build takes over unchanged.
 _SIZES = ("max_batch_size", "max_seq_len", "max_beam_width")

@@ -14,8 +14,8 @@ from trtpipe.engines.passport import Passport
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.yaml_input import load_yaml
 from trtpipe.triton_repo.check import facts, values
-from trtpipe.triton_repo.check.engine import check_passport
 from trtpipe.triton_repo.check.engine_files import check_precision, check_weights
+from trtpipe.triton_repo.check.engine_host import check_passport
 from trtpipe.triton_repo.check.facts import Argument
 from trtpipe.triton_repo.check.faults import Location, Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model

@@ -8,7 +8,7 @@ from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.core import of_gpu
-from trtpipe.triton_repo.check.engine import EngineFolder
+from trtpipe.triton_repo.check.engine_folder import EngineFolder
 from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.scripts import Script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ UNITS = {
     "": {"": 1.0, "%": 0.01},
     "/1M tokens": {"": 1.0},
 }
+
+
+def rounded(value: float, digits: int = 1) -> str:
+    """The value with that many digits after the point, or two significant ones where it is below 1."""
+    if 0 < abs(value) < 1:
+        digits = 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtpipe.pipeline.bench.loop.driver import Client
+from trtpipe.pipeline.bench.results.metric import rounded
 from trtpipe.pipeline.bench.results.records import NONE, Records
 from trtpipe.pipeline.bench.results.window import Window
 
@@ -102,7 +103,7 @@ def examine(
         scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))
         figures["rate"] = {"scheduled": scheduled, "offered": offered}
         if not bounded and whole and scheduled and offered and offered < RATE_SHARE * scheduled:
-            why = f"{offered:.1f} requests/s of {scheduled:.1f}"
+            why = f"{rounded(offered)} requests/s of {rounded(scheduled)}"
             reasons.append(Reason("the rate was not reached", why, less))
     return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # without requests there is no fault
 

@@ -136,7 +136,7 @@ def offload(result: Mapping[str, Any]) -> list[str]:
 
 
 def long(result: Mapping[str, Any], figure: str) -> list[str]:
-    rows, growth = [], []
+    rows, growth, leaks, largest = [], [], [], ""
     for number, one in enumerate(result["rounds"], 1):
         ended = one["ended"]
         others = ", ".join(f"{count} {kind}" for kind, count in ended.items() if kind not in _KNOWN)
@@ -148,7 +148,9 @@ def long(result: Mapping[str, Any], figure: str) -> list[str]:
         growth += [
             f"| {number} | {name} | {a:,.1f} | {b:,.1f} | {most:,.1f} |" for name, a, b, most in one["growth"]["rows"]
         ]
-        growth += [f"\nRound {number}: {leak}.\n" for leak in one["growth"]["leaks"]]
+        leaks += [f"Round {number}: {leak}.\n" for leak in one["growth"]["leaks"]]
+        name, a, b, _ = max(one["growth"]["rows"], key=lambda row: row[2] - row[1])
+        largest += f" In round {number} {name.removesuffix(' PSS MiB')} grew most, by {b - a:,.1f} MiB."
     gpu = _gpu_memory(result)
     left = result.get("left_over")
     return [
@@ -172,11 +174,14 @@ def long(result: Mapping[str, Any], figure: str) -> list[str]:
             if left
             else []
         ),
-        "Memory since the engine was there again, medians of the first and second half:\n",
+        "Memory of each process since the engine was there again, the second half's median against the first's:"
+        f"{largest}\n",
+        *leaks,
+        "<details><summary>All processes: the two medians, and the growth that counts as a leak</summary>\n",
         "| round | process | MiB | MiB | growth allowed |",
         "|---|---|---|---|---|",
         *growth,
-        "",
+        "\n</details>\n",
     ]
 
 

@@ -113,6 +113,7 @@ def test_a_dead_stub_is_reported_and_its_model_loaded_again(cli: Cli, tiny_repos
         assert until(lambda: "text_output" in answer())
         serving.send_signal(signal.SIGINT)
         serving.communicate(timeout=60)
+    assert serving.returncode == 0
     assert not using(copy)
 
 

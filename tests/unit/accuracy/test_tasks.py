@@ -178,6 +178,10 @@ def test_a_score_that_has_dropped_too_far_fails_the_gate() -> None:
 REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [
     ({"output_type": "loglikelihood"}, DOCS, "output_type loglikelihood is not scored here"),
     ({"dataset_path": "hellaswag"}, DOCS, "the data is not local; give dataset_path: json"),
+    (
+        {"dataset_kwargs": {"data_files": "absent.jsonl"}}, DOCS,
+        "absent.jsonl; put it there, or correct data_files",
+    ),
     ({"test_split": "tset"}, DOCS, "data_files has no split 'tset'; name one of test as test_split"),
     ({"metric_list": [{"metric": "bleu"}]}, DOCS, "the metric bleu is not scored here; give the mean of acc or"),
     ({"doc_to_choice": None}, DOCS, "multiple_choice has no doc_to_choice"),

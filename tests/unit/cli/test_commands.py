@@ -58,6 +58,8 @@ def test_every_command_has_help(run: Run, command: str) -> None:
 def test_every_option_says_what_it_does_and_every_example_is_a_command_line() -> None:
     root = command_of_examples()
     for path, command in every_command(root):
+        shown = command.get_help(command.context_class(command, info_name=f"trtpipe {path}"))
+        assert [line for line in shown.splitlines() if len(line) > 80] == [], path
         assert [one.name for one in command.params if not one.help] == [], path
         for example in re.findall(r"^ *(?:\w+=\S+ )?(trtpipe .+)", command.help or "", re.MULTILINE):
             words = itertools.takewhile(lambda word: word[0] not in "<>", shlex.split(example)[1:])
@@ -116,6 +118,11 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     )
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
+    # What is wrong in itself is told where no server runs too.
+    assert refused("lora", "add", "x=") == "x= names no folder; write x=FOLDER"
+    assert refused("lora", "add", "a/b=absent").startswith("'a/b' cannot be the name of an adapter")
+    assert refused("lora", "add", "x=absent").startswith("absent is not a LoRA adapter: there is no such folder")
+    assert refused("lora", "list") == "no server is running; run `trtpipe serve`"
     for option, value, told in (
         ("--temperature", "-1", "--temperature is -1.0; it has to be greater than or equal to 0"),
         ("--temperature", "nan", "--temperature is nan; it has to be a finite number"),
@@ -172,7 +179,7 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     assert refused("bench", *there, "--report", "x.html") == (
         "--report x.html is the name of a file beside it; give a name such as report.json"
     )
-    assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe ps`"
+    assert refused("stop", "x") == "no server named 'x' is running; run `trtpipe serve`"
     for stage, known in (
         ("covnert", "did you mean 'convert'?"),
         ("nosuch", "stages: download, tokenizer, convert, build, package"),

@@ -17,6 +17,7 @@ from tests.support.bench_reports import LATE, lines, load_point, saved
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.loop.driver import NOTHING, Client, Live
 from trtpipe.pipeline.bench.options import Progress
+from trtpipe.pipeline.bench.results.metric import rounded
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.cli import console_bench
@@ -99,6 +100,22 @@ def test_the_line_of_a_running_load_point_has_as_many_parts_as_fit() -> None:
     assert line(at(total=None, first_ns=first, failed=2)) == whole
     assert line(at(total=None, first_ns=first, failed=2), 70) == whole[: whole.index(", 4 in flight, ")]
     assert line(at(total=None), 12) == "grpc, 4 in f"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(0.15, 1, "0.15"), (0.0421, 1, "0.042"), (0.996, 1, "1.00"), (0.0, 1, "0.0"), (1.26, 1, "1.3"), (64.4, 0, "64"),
+     (0.37, 0, "0.37"), (-0.15, 1, "-0.15"), (float("nan"), 1, "nan")],
+)  # fmt: skip
+def test_a_figure_below_1_has_two_significant_digits(value: float, digits: int, shown: str) -> None:
+    assert rounded(value, digits) == shown
+
+
+def test_a_rate_below_1_is_no_round_0(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = at(total=None, elapsed_s=100.0, warmed=0, done=15, responses=37)
+    assert console_bench.running_line(slow).endswith("4 in flight, 0.15 requests/s, 0.37 responses/s")
+    console_bench.report(measured(result(metrics={"request_throughput": {"value": 0.15}})))
+    assert re.search(r"^requests/s +0\.15$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_prompts_that_are_being_made_are_counted() -> None:

@@ -175,6 +175,8 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     with pytest.raises(UsageError) as caught:
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one: a, b"
+    for words in (["generate", "Hello", "--server", "c"], ["lora", "list", "--server", "c"], ["stop", "c"]):
+        assert run(*words).error() == "no server named 'c' is running; name one that runs: a, b"
     table = rows(run("ps").out)
     assert table[:2] == [["server", "state", "http", "openai"], ["a", "running", "http://127.0.0.1:1", "-"]]
     assert run("stop").error() == "several servers are running; name one, or pass --all: a, b"

@@ -26,6 +26,14 @@ from trtpipe.engines.errors import StageFailed
             ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "short.txt", "--samples", "9", "--seq-len", "4"],
             "the calibration text gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
         ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "int8-qs"],
+            "unknown quantization 'int8-qs' in --quant; did you mean 'int8-sq'?",
+        ),
+        (
+            ["verify", "MODEL", "MODEL", "--tasks", "task.yaml"],
+            "task.yaml: there is no data file absent.jsonl; put it there, or correct data_files",
+        ),
         (["verify", "MODEL", "MODEL", "--rows", "0"], "--rows is 0; give a positive number"),
         (
             ["restore", "MODEL", "out"],
@@ -37,6 +45,9 @@ def test_a_remedy_names_an_option_that_the_command_has(
     run: Run, model: Path, in_folder: Path, words: list[str], line: str
 ) -> None:
     (in_folder / "short.txt").write_text("eleven char")
+    task = {"task": "a", "dataset_path": "json", "dataset_kwargs": {"data_files": "absent.jsonl"},
+            "doc_to_text": "q", "doc_to_target": "a"}  # fmt: skip
+    (in_folder / "task.yaml").write_text(json.dumps(task))
     done = run(*(word.replace("MODEL", str(model)) for word in words))
     assert done.error() == line.replace("MODEL", str(model))
 
@@ -77,6 +88,16 @@ def test_inspect_proves_a_checkpoint_and_restore_gives_the_folder_back(run: Run,
     assert wrong.status == 3
     assert wrong.error().startswith(f"{out} has ")
     assert "problem: tensor 'transformer.vocab_embedding.weight' in rank0.safetensors: differs" in wrong.out
+
+
+def test_a_cast_is_told_when_it_is_made_and_when_it_is_proved(run: Run, in_folder: Path) -> None:
+    model = hf_folder(in_folder / "wide", dtype="F32", torch_dtype="float32")
+    made = run("convert", model, "out")
+    assert "note: F32 becomes F16, as with TensorRT-LLM; --dtype writes another\n" in made.err
+    proof = run("inspect", "out", "--verify-against", model)
+    assert proof.err == f"out equals {model}, F32 as F16: every tensor, bit for bit after that cast\n"
+    assert "note:" not in run("convert", model, "same", "--dtype", "float32").err
+    assert run("inspect", "same", "--verify-against", model).err == f"same equals {model}: every tensor, bit for bit\n"
 
 
 def test_convert_never_overwrites(run: Run, model: Path, in_folder: Path) -> None:

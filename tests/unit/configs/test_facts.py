@@ -202,6 +202,8 @@ def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, ne
         ("just words", "holds a text, not a mapping; write it as lines of `name: value`"),
         ("a: !!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
         ("a: 1\nb:\n- c: 2\n  d: 3\n  c: 4\n", "is not YAML: 'c' is given twice, on lines 3 and 5"),
+        ("a:\n\tb: 1\n", "is not YAML: line 2 has a tab, and YAML is indented by blanks"),
+        ("a:\n  b: 1\n\tc: 2\n", "is not YAML: line 3 has a tab, and YAML is indented by blanks"),
         ("{a: 1, a: 1}", "is not YAML: 'a' is given twice, on line 1"),
     ],
 )

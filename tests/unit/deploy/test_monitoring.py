@@ -41,7 +41,9 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_monitoring(MODELS, tmp_path_factory.mktemp("target"))
+    out = tmp_path_factory.mktemp("target") / "monitoring"
+    write_monitoring(MODELS, out)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +206,11 @@ def test_prometheus_finds_the_server_the_gateway_and_the_rules(folder: Path) -> 
 
 
 def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
-    written = write_monitoring(
+    write_monitoring(
         MODELS, tmp_path, targets=["gpu-1:8002", "http://0.0.0.0:18002/metrics"], gateways=["https://[::1]:9000"],
         key_file=Path("/etc/prometheus/key"),
     )  # fmt: skip
-    servers, gateways = yaml.safe_load((written / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
+    servers, gateways = yaml.safe_load((tmp_path / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
     assert servers["static_configs"] == [{"targets": ["gpu-1:8002", "localhost:18002"]}]
     assert {"scheme", "authorization"}.isdisjoint(servers)
     assert gateways["static_configs"] == [{"targets": ["[::1]:9000"]}]
@@ -251,8 +253,8 @@ def test_requests_that_wait_alarm_after_five_minutes_with_the_cache_full(rules: 
 
 def test_every_model_of_the_repository_is_missed_when_it_is_gone(tmp_path: Path) -> None:
     odd = 'we"ird\\name {{ x }}'
-    written = write_monitoring([odd, "ensemble", "ensemble"], tmp_path)
-    (group,) = yaml.safe_load((written / ALERTS).read_text(encoding="utf-8"))["groups"]
+    write_monitoring([odd, "ensemble", "ensemble"], tmp_path)
+    (group,) = yaml.safe_load((tmp_path / ALERTS).read_text(encoding="utf-8"))["groups"]
     missing = [rule for rule in group["rules"] if rule["alert"] == "TrtpipeModelMissing"]
     assert [rule["labels"]["model"] for rule in missing] == ["ensemble", odd]
     assert 'model="we\\"ird\\\\name {{ x }}"' in missing[1]["expr"]
@@ -264,10 +266,13 @@ def test_the_folder_is_never_put_into_a_model_repository(tmp_path: Path) -> None
     repository = tmp_path / "repository"
     (repository / "ensemble").mkdir(parents=True)
     (repository / "ensemble" / "config.pbtxt").write_text("")
-    with pytest.raises(UsageError, match="is a model repository"):
-        write_monitoring(MODELS, repository)
-    assert write_monitoring(MODELS, tmp_path) == tmp_path / "monitoring"
-    assert {path.name for path in (tmp_path / "monitoring").iterdir()} == {DASHBOARD, SCRAPE, ALERTS}
-    before = [path.read_bytes() for path in sorted((tmp_path / "monitoring").iterdir())]
-    write_monitoring(reversed(MODELS), tmp_path)
-    assert [path.read_bytes() for path in sorted((tmp_path / "monitoring").iterdir())] == before
+    for folder in (repository, repository / "monitoring"):
+        with pytest.raises(UsageError, match=f"^{repository} is a model repository"):
+            write_monitoring(MODELS, folder)
+    assert [path.name for path in repository.iterdir()] == ["ensemble"]
+    out = tmp_path / "monitoring"
+    write_monitoring(MODELS, out)
+    assert {path.name for path in out.iterdir()} == {DASHBOARD, SCRAPE, ALERTS}
+    before = [path.read_bytes() for path in sorted(out.iterdir())]
+    write_monitoring(reversed(MODELS), out)
+    assert [path.read_bytes() for path in sorted(out.iterdir())] == before

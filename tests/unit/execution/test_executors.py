@@ -544,7 +544,7 @@ class TestConnection:
             DockerExecutor(IMAGE).prepare()
         assert str(error.value) == (
             "Docker cannot be reached at unix:///run/mine.sock: Permission denied; "
-            "start dockerd, or add your user to the docker group, or use --executor local"
+            "start dockerd, or add your user to the docker group"
         )
 
     def test_what_docker_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:

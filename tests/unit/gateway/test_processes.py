@@ -20,7 +20,7 @@ import pytest
 from tests.support.gateways import CHAT, chat
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import HostError, InputDataError
-from trtpipe.pipeline.gateway import process
+from trtpipe.pipeline.gateway import process, supervisor
 from trtpipe.pipeline.gateway.supervisor import Gateway
 
 # A gateway makes prompts in processes of its own.
@@ -105,6 +105,20 @@ def test_a_ctrl_c_while_a_gateway_starts_leaves_none(
         process.start(options(folder, port=0), tmp_path / "log")
     assert len(started) == 1
     assert not process.alive(started[0])
+
+
+@pytest.mark.loopback
+def test_a_gateway_that_is_told_to_end_is_no_failure(folder: Path) -> None:
+    """Whichever signal tells it: SystemExit is what the command makes of the end of the terminal."""
+    pids: list[int] = []
+
+    def told(gateway: Gateway) -> None:
+        pids.extend(gateway.pids)
+        raise SystemExit(129)
+
+    supervisor.serve(options(folder, port=0), ready=told)
+    assert len(pids) == 1
+    assert not process.alive(pids[0])
 
 
 @pytest.mark.loopback

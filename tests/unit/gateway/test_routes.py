@@ -32,6 +32,11 @@ def test_other_routes(folder: Path) -> None:
         assert (await client.get("/version")).json() == {"version": __version__}
         nothing = await client.get("/v2/none")
         assert (nothing.status_code, nothing.json()["error"]["message"]) == (404, "GET /v2/none: Not Found")
+        for path in ("/chat/completions", "/completions"):
+            without = await client.post(path, json=chat())
+            told = f"POST {path}: Not Found; try /v1{path}, with /v1 at the end of the base URL"
+            assert (without.status_code, without.json()["error"]["message"]) == (404, told)
+        assert "; try /v1/models, " in (await client.get("/models")).json()["error"]["message"]
         assert (await client.get(CHAT)).status_code == 405
         assert (await client.get("/docs")).status_code == 404
 

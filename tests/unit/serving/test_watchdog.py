@@ -206,6 +206,22 @@ def test_another_program_that_got_its_number_is_left_alone() -> None:
     servers.end_watcher(server(None))
 
 
+def test_a_server_that_is_told_to_end_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For systemd the status 143 would be one."""
+    stubs = SimpleNamespace(wait=lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(watchdog, "Stubs", lambda pid: stubs)
+    monkeypatch.setattr(watchdog, "end", lambda server: told.append("ended"))
+    told: list[str] = []
+    process: Any = None
+    options: Any = None
+    store = Store(tmp_path)
+    watchdog.attend(
+        server(None), process, store, options, restarts=0, ready=lambda: told.append("ready"),
+        stopping=lambda: told.append("stopping"), note=told.append,
+    )  # fmt: skip
+    assert (told, servers.recorded(store)) == (["ready", "stopping", "ended"], [])
+
+
 def test_a_model_that_dies_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Deaths of another model do not count."""
     deaths = ["preprocessing", "postprocessing"] * 10 + ["preprocessing"]

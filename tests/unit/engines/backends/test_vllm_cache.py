@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,11 @@ def test_it_holds_the_tokens_asked_for(
 ) -> None:
     found = cache_size(hf_folder(tmp_path / "tiny"), {**ARGUMENTS, **changes}, tokens)
     assert found == {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * 32 * token_bytes}
+
+
+def test_a_quantized_folder_has_the_cache_of_its_model(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path / "tiny")
+    plain = cache_size(model, ARGUMENTS, None)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert cache_size(model, ARGUMENTS, None) == plain
