@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -111,19 +114,20 @@ def plan(
         require_place(page)
     own = read_config()
     runtime = runtime or own.runtime or "tensorrt_llm"
-    advice = advise(
-        model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
-        tp=_whole("--tp", tp), moe_tp=_whole("--moe-tp", moe_tp), moe_ep=_whole("--moe-ep", moe_ep),
-        runtime=runtime, load=load,
-        input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
-        price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
-        adapters=adapters, adapter_rank=adapter_rank,
-    )  # fmt: skip
-    best = advice.candidates[0].option
     if acceptance is not None and not what_if:
         raise UsageError("--acceptance is for --what-if", remedy="give both")
-    changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
-    splits = disaggregate(advice, disaggregated) if disaggregated is not None and best is not None else []
+    with _uncollected():
+        advice = advise(
+            model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
+            tp=_whole("--tp", tp), moe_tp=_whole("--moe-tp", moe_tp), moe_ep=_whole("--moe-ep", moe_ep),
+            runtime=runtime, load=load,
+            input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
+            price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
+            adapters=adapters, adapter_rank=adapter_rank,
+        )  # fmt: skip
+        best = advice.candidates[0].option
+        changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
+        splits = disaggregate(advice, disaggregated) if disaggregated is not None and best is not None else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 
@@ -133,6 +137,19 @@ def plan(
         raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
     if notice := load_backend(runtime).NOTICE:
         console.note(notice)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: simulations make millions of tuples, of which none is in a cycle, and the collector
+    would look at them again and again for a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _list(text: str) -> list[str]:
@@ -156,8 +173,8 @@ def _prices(given: list[str], gpu: str) -> dict[str, float]:
     from trtpipe.engines.errors import UsageError
 
     prices: dict[str, float] = {}
-    compared = {facts.find_gpu(one).name for one in _list(gpu)}
     texts = named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour")
+    compared = {one.name for one in facts.find_gpus(_list(gpu))} if texts else set()
     for word, text in texts.items():
         name = facts.find_gpu(word).name
         if name not in compared:

@@ -18,7 +18,8 @@ A step computes `context` tokens of prompts and one token of each of `decoding` 
                 others, (tp - 1) x bytes; or a ring, 2 x (tp - 1) / tp x bytes after a longer start. Over PCIe a ring,
                 whose start grows with the number of GPUs
     overhead    per step, per layer (launches, and the time in which a kernel starts and ends), per layer with experts
-                (scores, sorting of the rows by expert, and adding up), per sequence
+                (scores, sorting of the rows by expert, and adding up), per product whose kernel decodes INT4 weights,
+                per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
 (arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
@@ -80,6 +81,7 @@ class Counts:
     expert_bytes  of all experts
     expert_parameters  those of the experts among `parameters`
     routing       experts that a step needs
+    int4          products of a layer with INT4 weights, those of experts apart
     values        numbers of the KV cache per token, where every head has its own in 8 bits, else 0
     kind          operand type of the products; `kind16` that of an unquantized model
     """
@@ -93,6 +95,7 @@ class Counts:
     head_parameters: int
     head_bytes: int
     token_bytes: int
+    int4: int
     values: int
     attention_width: int
     hidden: int
@@ -255,6 +258,7 @@ def _count(
         head_parameters=head,
         head_bytes=head * wide,
         token_bytes=token,
+        int4=0 if algo is None or algo.row.operands or algo.row.scale != "group" else 4 if experts is None else 2,
         values=token if own else 0,
         attention_width=layers * model.num_attention_heads * model.head_size // tp,
         hidden=model.hidden_size,
@@ -295,7 +299,8 @@ def _under(counts: Counts, gpu: GpuSpec, how: Efficiency) -> StepCost:
         ring_s=number * reduce.ring_s,
         ring_token_s=sent * reduce.ring_byte_s,
         request_s=how.request_s * slower,
-        fixed_s=how.step_s + (how.layer_s + (how.routing_s if counts.expert_bytes else 0.0)) * layers,
+        fixed_s=how.step_s
+        + (how.layer_s + (how.routing_s if counts.expert_bytes else 0.0) + counts.int4 * how.int4(gpu.sm)) * layers,
     )  # fmt: skip
 
 

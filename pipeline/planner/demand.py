@@ -64,7 +64,7 @@ class Demand:
         load = Open(rate=rate * self.turns, requests=count)
         due = due_times(load, (SEED, 0), count=count) / 1e9
         drawn = zip(self._drawn(count), due.tolist(), strict=True)
-        return [Asked(at, one.input, one.output, one.reused) for one, at in drawn]
+        return [Asked(at, prompt, answer, reused) for (_, prompt, answer, reused), at in drawn]
 
     def together(
         self, concurrency: int, count: int, front_s: float, *, in_step: bool = False
@@ -73,7 +73,7 @@ class Demand:
         return closed_loop(self._drawn(count), concurrency, front_s, in_step=in_step)
 
     def _drawn(self, count: int) -> list[Asked]:
-        return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count)]
+        return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count).tolist()]
 
     def lengths(self) -> Lengths:
         inputs = np.array([one.input for one in self._pool])
@@ -104,9 +104,9 @@ class Demand:
             client = [Asked(0.0, prompt, answer, found)]
             if turns is not None:
                 number, _, user = turns
-                for _ in range(int(number.tokens(rng, 1)[0]) - 1):
+                for _ in range(number.token_count(rng) - 1):
                     history = client[-1].input + client[-1].output
-                    new, answer = int((user or inputs).tokens(rng, 1)[0]), int(outputs.tokens(rng, 1)[0])
+                    new, answer = (user or inputs).token_count(rng), outputs.token_count(rng)
                     if most is not None and history + new + answer > most:
                         break
                     client.append(Asked(0.0, history + new, answer, history if self.reuse else 0))
@@ -123,7 +123,7 @@ def closed_loop(asked: list[Asked], concurrency: int, front_s: float, *, in_step
     """
     parts = np.ones(concurrency) if in_step else generator((SEED, 3)).random(concurrency)
     first = [
-        one._replace(arrival=0.0, output=max(1, round(one.output * part)))
+        Asked(0.0, one.input, max(1, round(one.output * part)), one.reused)
         for one, part in zip(asked[:concurrency], parts.tolist(), strict=False)
     ]
     rest = iter(asked[concurrency:])

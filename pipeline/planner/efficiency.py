@@ -36,6 +36,10 @@ class Efficiency:
     nvlink         share of the link's bandwidth in a ring all-reduce
 
     routing_s      seconds of a layer with experts for the kernels besides its products
+    int4_s         seconds of a product with INT4 weights besides its work, by runtime and SM ("vllm 90"), 0 elsewhere:
+                   the kernel that decodes them starts and ends slowly. Of vLLM 0.25 on an H100, measured whole
+                   (docs/measurements/h100.md): a token of Llama 3 8B alone takes 4.24 ms, without this term 2.94, and a
+                   layer has four products. The runs with 64 and 256 requests are not used
     again          exponent of the blocks of an expert's rows in the reading of its weights: 1 where each reads all
                    of them, 1/2 where blocks are computed in squares of rows and columns that share what they read, 0
                    where all blocks are computed beside one another
@@ -74,6 +78,7 @@ class Efficiency:
     starts: dict[int, float]
     elementwise: float
     routing_s: float
+    int4_s: dict[str, float]
     step_s: float
     layer_s: float
     request_s: float
@@ -125,6 +130,10 @@ class Efficiency:
     def starting(self, sm: int) -> float:
         """Factor on `allreduce_s`, for this SM or the nearest that was measured."""
         return self.starts[min(self.starts, key=lambda one: (abs(one - sm), one))]
+
+    def int4(self, sm: int) -> float:
+        """Seconds of a product with INT4 weights besides its work; 0 where none was measured."""
+        return self.int4_s.get(f"{self.runtime} {sm}", 0.0)
 
     def pcie_share(self, tp: int) -> float:
         return self.pcie[min((known for known in self.pcie if known >= tp), default=max(self.pcie))]

@@ -233,11 +233,10 @@ def at_once(figure: MeasuredRun) -> tuple[Any, tuple[Any, ...], int] | None:
 def _steps(
     places: Places, prompt: int, answer: int, spread: float, count: int
 ) -> tuple[Any, tuple[Any, ...], int]:  # fmt: skip
-    rows: list[tuple[float, ...]] = []
     run = MeasuredRun(gpu="", model="", input_tokens=prompt, output_tokens=answer, length_spread=spread)
     asked = _asked(run, count)
-    simulate(asked, places, lambda step: 0.0, watch=lambda repeat, step: rows.append((repeat, *step)))
-    columns = np.array(rows).T
+    ran = simulate(asked, places, lambda step: 0.0).ran
+    columns = np.array([(repeat, *step) for repeat, _, step in ran]).T
     return columns[0], tuple(columns[1:]), sum(one.output for one in asked)
 
 

@@ -153,16 +153,13 @@ class Option:
         return self.together(demand, self.limits.max_batch_size)
 
     def _predict(self, asked: list[Asked], follow: Follow | None, offered: float | None) -> Prediction:
-        ran: list[tuple[int, Step]] = []
-        timeline = simulate(
-            asked, self.places, self.seconds, follow=follow, watch=lambda repeat, step: ran.append((repeat, step))
-        )
+        timeline = simulate(asked, self.places, self.seconds, follow=follow)
         made = Prediction.of(timeline, offered, self.cost.efficiency.front_s, len(asked))
-        return replace(made, cost=self.cost, ran=ran)
+        return replace(made, cost=self.cost)
 
 
-def bounds(cost: StepCost, step: Step) -> dict[str, float]:
-    """Seconds of a step by what bounds it: compute, weights, kv, all-reduce, overhead."""
+def bounds(cost: StepCost, step: Step) -> dict[str, Any]:
+    """Seconds of a step, or of each of several, by what bounds it: compute, weights, kv, all-reduce, overhead."""
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
     compute, reading = cost.computing(tokens), cost.reading(tokens)
@@ -183,28 +180,27 @@ class Prediction:
 
     offered        requests per second; None where each client sends its next request when one is answered
     ttft, tpot     values of each request
-    itl            (ms, tokens) of every step
     latency        values of each request
     output         output tokens of each request
     tokens_per_s   output tokens per second over the measured time
     requests_per_s requests per second, likewise
     in_flight      most sequences at once
     busy           share of the time in which a step ran
-    cost, ran      of what `shares` are computed: the engine, and its steps, each with the number of its repetitions
+    ran            steps: how many were equal, seconds of each, and the step
+    cost           engine of which `shares` are computed
     """
 
     offered: float | None
     ttft: Any
     tpot: Any
-    itl: Any
     latency: Any
     output: Any
     tokens_per_s: float
     requests_per_s: float
     in_flight: int
     busy: float
+    ran: Sequence[tuple[int, float, Step]]
     cost: StepCost | None = None
-    ran: Sequence[tuple[int, Step]] = ()
 
     @classmethod
     def of(
@@ -213,14 +209,7 @@ class Prediction:
         """`clients` is the number of requests at once of a closed loop, in step or spread. Tokens are counted when they
         come, not when their request ends: in a run of equal requests, whole waves end together inside the window or
         outside it."""
-        served = [
-            (one.arrival, one.output, first, end)
-            for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
-            if first is not None and end is not None
-        ]
-        if not served:
-            raise UsageError("no request fits")
-        arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
+        arrival, output, first, end = _served(timeline)
         if offered is None:
             # From when every client has had its first answer, which was cut short, until the last request is sent.
             # In step no answer is cut: from the first answer on.
@@ -239,43 +228,43 @@ class Prediction:
             offered=offered,
             ttft=(first - arrival + front_s)[measured] * 1e3,
             tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
-            itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1),
             latency=(end - arrival + front_s)[measured] * 1e3,
             output=output[measured],
             tokens_per_s=float(_between(first, end, output, start, stop).sum() / seconds),
             requests_per_s=inside / seconds,
             in_flight=timeline.most,
             busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
+            ran=timeline.ran,
         )
 
     @classmethod
     def whole(cls, timeline: Timeline, front_s: float) -> Prediction:
         """The whole run, as a load tester reports it that sends a given number of requests."""
-        served = [
-            (one.arrival, one.output, first, end)
-            for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
-            if first is not None and end is not None
-        ]
-        arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
+        arrival, output, first, end = _served(timeline)
         seconds, several = end.max() - arrival.min(), output > 1
         return cls(
             offered=None, ttft=(first - arrival + front_s) * 1e3,
             tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
-            itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1), latency=(end - arrival + front_s) * 1e3,
-            output=output, tokens_per_s=float(output.sum() / seconds), requests_per_s=len(output) / seconds,
-            in_flight=timeline.most, busy=float(timeline.busy / seconds),
+            latency=(end - arrival + front_s) * 1e3, output=output, tokens_per_s=float(output.sum() / seconds),
+            requests_per_s=len(output) / seconds, in_flight=timeline.most, busy=float(timeline.busy / seconds),
+            ran=timeline.ran,
         )  # fmt: skip
 
     @functools.cached_property
     def shares(self) -> dict[str, float]:
         """Shares of the busy time, by what bounds it. Computed when asked for: of most predictions nobody asks."""
-        seconds: dict[str, float] = {}
-        for repeat, step in self.ran:
-            assert self.cost is not None
-            for name, each in bounds(self.cost, step).items():
-                seconds[name] = seconds.get(name, 0.0) + repeat * each
+        assert self.cost is not None
+        repeat = np.array([repeat for repeat, _, _ in self.ran], dtype=float)
+        steps = Step(*np.array([step for _, _, step in self.ran], dtype=float).T)
+        seconds = {name: float((repeat * each).sum()) for name, each in bounds(self.cost, steps).items()}
         total = sum(seconds.values())
         return {name: each / total for name, each in seconds.items()}
+
+    @functools.cached_property
+    def itl(self) -> Any:
+        """(ms, tokens that come after it) of every step with decoding sequences."""
+        gaps = [(1e3 * took, repeat * step.decoding) for repeat, took, step in self.ran if step.decoding]
+        return np.array(gaps, dtype=float).reshape(-1, 2)
 
     def value(self, objective: Objective) -> float | None:
         """The objective's statistic in ms; None where no request has a value."""
@@ -324,6 +313,16 @@ class Prediction:
             "busy": self.busy,
             "time_by_bound": self.shares,
         }
+
+
+def _served(timeline: Timeline) -> tuple[Any, Any, Any, Any]:
+    """Arrival, output tokens, first token and end of the requests that fit. Raises UsageError where none does."""
+    arrival, _, output, _ = np.array(list(zip(*timeline.asked, strict=True)), dtype=float)
+    first, end = np.array(timeline.first, dtype=float), np.array(timeline.end, dtype=float)
+    served = ~np.isnan(end)
+    if not served.any():
+        raise UsageError("no request fits")
+    return arrival[served], output[served], first[served], end[served]
 
 
 def _between(first: Any, end: Any, output: Any, start: float, stop: float) -> Any:

@@ -53,7 +53,8 @@ class Places:
     ahead: bool = False
 
     def blocks(self, asked: Asked) -> int:
-        tokens = asked.input + asked.output
+        _, prompt, answer, _ = asked
+        tokens = prompt + answer
         return -(-(tokens if self.window is None else min(tokens, self.window)) // self.tokens_per_block)
 
 
@@ -61,70 +62,66 @@ class Places:
 class Timeline:
     """Times in seconds, indexed by request; `first` is None for a request that never fits.
 
-    gaps   (seconds, number of tokens that came after that time) of every step with decoding sequences
-    busy   seconds in steps
-    steps  number of steps
+    ran    (number of equal steps, seconds of each, the step in their middle), in order
     most   most sequences in flight at once
     """
 
     asked: list[Asked] = field(default_factory=list)
     first: list[float | None] = field(default_factory=list)
     end: list[float | None] = field(default_factory=list)
-    gaps: list[tuple[float, int]] = field(default_factory=list)
-    busy: float = 0.0
-    steps: int = 0
+    ran: list[tuple[int, float, Step]] = field(default_factory=list)
     most: int = 0
+
+    @property
+    def busy(self) -> float:
+        """Seconds in steps."""
+        return sum(repeat * took for repeat, took, _ in self.ran)
+
+    @property
+    def steps(self) -> int:
+        return sum(repeat for repeat, _, _ in self.ran)
 
 
 Follow = Callable[[int, float], "Asked | None"]
 
 
-def simulate(
-    requests: Iterable[Asked],
-    places: Places,
-    seconds: Seconds,
-    *,
-    follow: Follow | None = None,
-    watch: Callable[[int, Step], None] | None = None,
-) -> Timeline:
-    """Serve `requests`; `follow` gives a client's next request when its request (index) has ended.
-
-    `watch` is called for each run of equal steps, with their number and the step in their middle.
-    """
-    return _Simulation(requests, places, seconds, follow, watch).run()
+def simulate(requests: Iterable[Asked], places: Places, seconds: Seconds, *, follow: Follow | None = None) -> Timeline:
+    """Serve `requests`; `follow` gives a client's next request when its request (index) has ended, which comes no
+    earlier than any before it."""
+    return _Simulation(requests, places, seconds, follow).run()
 
 
 class _Simulation:
-    def __init__(
-        self, requests: Iterable[Asked], places: Places, seconds: Seconds, follow: Follow | None,
-        watch: Callable[[int, Step], None] | None,
-    ) -> None:  # fmt: skip
+    """State of a simulation. A plan simulates a hundred thousand requests and more: methods treat all of a step at
+    once."""
+
+    def __init__(self, requests: Iterable[Asked], places: Places, seconds: Seconds, follow: Follow | None) -> None:
         self._places = places
         self._seconds = seconds
         self._follow = follow
-        self._watch = watch
         self._out = Timeline()
         self._need: list[int] = []  # blocks of each request
-        self._coming: list[tuple[float, int]] = []
+        self._coming: deque[tuple[float, int]] = deque()  # (arrival, index), in order
         self._waiting: deque[int] = deque()
         self._prompts: deque[int] = deque()  # requests taken whose prompt is not fully read
         self._read = 0  # prompt tokens read of the first of them
-        self._ending: list[tuple[int, int]] = []  # (step before which the request has ended, index)
+        self._ends: dict[int, list[int]] = {}  # step before which requests have ended -> these
+        self._ending: list[int] = []  # those steps, as a heap
         self._active = self._decoding = self._blocks = 0
         self._cached = 0  # cached tokens of all decoding sequences
         self._step = 0
         self._now = 0.0
         self._seen = 0.0  # until when requests may have come that the next step takes
-        for asked in requests:
-            self._add(asked)
+        self._add(requests)
+        self._coming = deque(sorted(self._coming))
 
     def run(self) -> Timeline:
         coming, ending, waiting = self._coming, self._ending, self._waiting
         while True:
-            if ending and ending[0][0] == self._step:
+            if ending and ending[0] == self._step:
                 self._finish()
             while coming and coming[0][0] <= self._seen:
-                waiting.append(heapq.heappop(coming)[1])
+                waiting.append(coming.popleft()[1])
             if waiting:
                 self._take()
             if not self._active:
@@ -134,99 +131,103 @@ class _Simulation:
                 continue
             self._advance()
 
-    def _add(self, asked: Asked) -> None:
-        out, need = self._out, self._places.blocks(asked)
-        out.asked.append(asked)
-        out.first.append(None)
-        out.end.append(None)
-        self._need.append(need)
-        if need <= self._places.kv_blocks and (
-            self._places.chunked or asked.input - asked.reused <= self._places.tokens
-        ):
-            heapq.heappush(self._coming, (asked.arrival, len(out.asked) - 1))
+    def _add(self, requests: Iterable[Asked]) -> None:
+        out, places, coming = self._out, self._places, self._coming
+        for one in requests:
+            blocks = places.blocks(one)
+            if blocks <= places.kv_blocks and (places.chunked or one.input - one.reused <= places.tokens):
+                coming.append((one.arrival, len(out.asked)))
+            self._need.append(blocks)
+            out.asked.append(one)
+            out.first.append(None)
+            out.end.append(None)
 
     def _take(self) -> None:
-        while self._waiting and self._active < self._places.batch:
-            need = self._need[self._waiting[0]]
-            if self._blocks + need > self._places.kv_blocks:
-                return
-            self._blocks += need
-            self._active += 1
-            self._prompts.append(self._waiting.popleft())
-        self._out.most = max(self._out.most, self._active)
+        need, waiting, prompts = self._need, self._waiting, self._prompts
+        active, batch, room = self._active, self._places.batch, self._places.kv_blocks - self._blocks
+        while waiting and active < batch and need[waiting[0]] <= room:
+            index = waiting.popleft()
+            room -= need[index]
+            active += 1
+            prompts.append(index)
+        self._active, self._blocks = active, self._places.kv_blocks - room
+        self._out.most = max(self._out.most, active)
 
     def _finish(self) -> None:
-        asked = self._out.asked
-        while self._ending and self._ending[0][0] == self._step:
-            _, index = heapq.heappop(self._ending)
-            self._decoding -= 1
-            self._cached -= asked[index].input + asked[index].output
-            self._leave(index)
+        asked, ended = self._out.asked, self._ends.pop(heapq.heappop(self._ending))
+        self._decoding -= len(ended)
+        for index in ended:
+            _, prompt, answer, _ = asked[index]
+            self._cached -= prompt + answer
+        self._leave(ended)
 
-    def _leave(self, index: int) -> None:
-        self._active -= 1
-        self._blocks -= self._need[index]
-        self._out.end[index] = self._now
-        if self._follow is not None:
-            more = self._follow(index, self._now)
-            if more is not None:
-                self._add(more)
+    def _leave(self, ended: Sequence[int]) -> None:
+        need, end, now, follow = self._need, self._out.end, self._now, self._follow
+        self._active -= len(ended)
+        for index in ended:
+            self._blocks -= need[index]
+            end[index] = now
+        if follow is not None:
+            self._add([more for index in ended if (more := follow(index, now)) is not None])
 
     def _advance(self) -> None:
-        out, decoding, now = self._out, self._decoding, self._now
+        decoding, now, coming = self._decoding, self._now, self._coming
         context, work, begun = self._chunks() if self._prompts else (0, 0.0, ())
         repeat = 1
         step = Step(context, decoding, self._cached, work, decoding + len(begun))
         took = self._seconds(step)
         if not context:
-            repeat = self._ending[0][0] - self._step
-            if self._coming and not self._waiting and took > 0:
-                repeat = max(1, min(repeat, ceil((self._coming[0][0] - now) / took)))
+            repeat = self._ending[0] - self._step
+            if coming and not self._waiting and took > 0:
+                repeat = max(1, min(repeat, ceil((coming[0][0] - now) / took)))
             if repeat > 1:
                 step = Step(0, decoding, self._cached + decoding * (repeat - 1) / 2, 0.0, decoding)
                 took = self._seconds(step)
-        if self._watch is not None:
-            self._watch(repeat, step)
-        if decoding:
-            out.gaps.append((took, repeat * decoding))
-            self._cached += repeat * decoding
-        spell = repeat * took
-        self._now = now = now + spell
+        self._out.ran.append((repeat, took, step))
+        self._cached += repeat * decoding
+        self._now = now = now + repeat * took
         self._seen = now - took if self._places.ahead else now
-        out.busy += spell
-        out.steps += repeat
         self._step += repeat
-        for index in begun:
-            self._begin(index)
+        if begun:
+            self._begin(begun)
 
     def _chunks(self) -> tuple[int, float, Sequence[int]]:
         """Prompt tokens read in this step, the work of their attention, and the requests whose prompt ends with it."""
-        places, room = self._places, self._places.tokens - self._decoding
-        context, work, begun = 0, 0.0, []
-        while self._prompts and room > 0:
-            index = self._prompts[0]
-            asked = self._out.asked[index]
-            done = asked.reused + self._read
-            left = max(1, asked.input - done)
-            if left > room and not places.chunked:
-                # The prompt fits into an empty step and waits for one; decoding sequences go on meanwhile.
+        asked, prompts, chunked = self._out.asked, self._prompts, self._places.chunked
+        whole = self._places.tokens - self._decoding
+        room, read, work, begun = whole, self._read, 0.0, []
+        while prompts and room > 0:
+            _, prompt, _, reused = asked[prompts[0]]
+            done = reused + read
+            left = max(1, prompt - done)
+            if left > room:
+                # A prompt in one piece waits for an empty step, into which it fits; decoding sequences go on meanwhile.
+                if chunked:
+                    work += room * (done + room / 2)
+                    read, room = read + room, 0
                 break
-            take = min(left, room)
-            work += take * (done + take / 2)
-            context, room = context + take, room - take
-            if take < left:
-                self._read += take
-                break
-            self._read = 0
-            begun.append(self._prompts.popleft())
-        return context, work, begun
+            work += left * (done + left / 2)
+            read, room = 0, room - left
+            begun.append(prompts.popleft())
+        self._read = read
+        return whole - room, work, begun
 
-    def _begin(self, index: int) -> None:
-        asked = self._out.asked[index]
-        self._out.first[index] = self._now
-        if asked.output <= 1:
-            self._leave(index)
-            return
-        self._decoding += 1
-        self._cached += asked.input + 1
-        heapq.heappush(self._ending, (self._step + asked.output - 1, index))
+    def _begin(self, begun: Sequence[int]) -> None:
+        asked, first, ends, now, step = self._out.asked, self._out.first, self._ends, self._now, self._step
+        done = []
+        for index in begun:
+            _, prompt, answer, _ = asked[index]
+            first[index] = now
+            if answer <= 1:
+                done.append(index)
+                continue
+            self._decoding += 1
+            self._cached += prompt + 1
+            last = step + answer - 1
+            if last in ends:
+                ends[last].append(index)
+            else:
+                ends[last] = [index]
+                heapq.heappush(self._ending, last)
+        if done:
+            self._leave(done)

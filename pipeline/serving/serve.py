@@ -63,6 +63,7 @@ from trtpipe.pipeline.serving.servers import (
     recorded,
     remember,
     running,
+    starting,
 )
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
@@ -103,11 +104,20 @@ def launch(
         python = engine_python.choose(backend, on_cpu=passport.sm is None, asked=options.engine_python)
         options = replace(options, engine_python=python)
     name = "+".join(target for target, _ in targets)
-    for server in running(store):
-        if server.name == name and server.watcher != os.getpid():
-            raise HostError(
-                f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
-            )
+    with starting(store, name):
+        for server in running(store):
+            if server.name == name and server.watcher != os.getpid():
+                raise HostError(
+                    f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
+                )
+        return _launch(name, targets, passports, kind, store, options, note, show)
+
+
+def _launch(
+    name: str, targets: Sequence[tuple[str, Path]], passports: Sequence[Passport], kind: str, store: Store,
+    options: LaunchOptions, note: Callable[[str], None], show: Show,
+) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
+    passport = passports[0]
     if options.front == "native":
         if len(targets) > 1:
             raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import terminate, words_of
 from trtpipe.pipeline.gateway import process
@@ -207,6 +209,25 @@ def none_running(store: Store, name: str | None) -> UsageError:
             [*(f"see {one.log}" for one in died), f"name one that runs: {others}" if others else "run `trtpipe serve`"]
         ),
     )
+
+
+@contextlib.contextmanager
+def starting(store: Store, name: str) -> Iterator[None]:
+    """Hold the server's name while it is started. Raises HostError while another command does: the two would replace
+    each other's files."""
+    folder = store.home / "servers" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HostError(
+                f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"
+            ) from None
+        yield
+    finally:
+        os.close(file)
 
 
 def remember(store: Store, server: Server) -> None:

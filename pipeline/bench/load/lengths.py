@@ -64,6 +64,10 @@ class Distribution(ABC):
     def tokens(self, rng: np.random.Generator, count: int) -> Ints:
         return np.clip(np.rint(self.sample(rng, count)), 1, MOST_TOKENS).astype(np.int64)
 
+    def token_count(self, rng: np.random.Generator) -> int:
+        """The same as `tokens` of one, in a fifth of its time: conversations draw their lengths one after another."""
+        return round(min(max(float(self.sample(rng, 1)[0]), 1), MOST_TOKENS))
+
     def seconds(self, rng: np.random.Generator, count: int) -> Floats:
         return np.clip(self.sample(rng, count), 0, MOST_SECONDS)
 
@@ -122,6 +126,9 @@ class Uniform(Distribution):
         # Rounding a continuous draw would make the two ends half as frequent as the rest.
         return rng.integers(int(self.first), int(self.last), count, dtype=np.int64, endpoint=True)
 
+    def token_count(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(int(self.first), int(self.last), dtype=np.int64, endpoint=True))
+
 
 @dataclass(frozen=True)
 class Mix(Distribution):
@@ -143,6 +150,9 @@ class Mix(Distribution):
     def tokens(self, rng: np.random.Generator, count: int) -> Ints:
         drawn: Ints = np.stack([part.tokens(rng, count) for part in self.parts])[self._choice(rng, count)]
         return drawn
+
+    def token_count(self, rng: np.random.Generator) -> int:
+        return int(self.tokens(rng, 1)[0])
 
     def _choice(self, rng: np.random.Generator, count: int) -> tuple[Ints, Ints]:
         # Every part draws `count` values: its draws must not depend on how often another part is chosen.

@@ -250,7 +250,7 @@ class Workload:
         assert self._turns is not None
         turns, think_s, user = self._turns
         rng = self._rng(SESSIONS, number)
-        length = min(int(turns.tokens(rng, 1)[0]), MOST_TURNS)
+        length = min(turns.token_count(rng), MOST_TURNS)
         inputs, outputs = draw_pairs(self._inputs, self._outputs, rng, length)
         if user is not None:
             inputs[1:] = user.tokens(rng, length - 1)
@@ -314,7 +314,7 @@ class Workload:
             for index, entry in enumerate(self._entries):
                 prompt, tokens, output = self._sized[index] = self._sized.get(index) or self._size(entry)
                 if output is None:
-                    output = int(self._outputs.tokens(rng, 1)[0])
+                    output = self._outputs.token_count(rng)
                 if self._fits(tokens, output):
                     kept += 1
                     options = self._options(output, entry.options)

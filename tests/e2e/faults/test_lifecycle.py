@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Cli, Served, until
+from trtpipe.pipeline.serving.servers import starting
+from trtpipe.pipeline.store.store import Store
 
 ANYWHERE = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--no-openai"]
 
@@ -52,6 +54,10 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
     again = tiny.cli.run("serve", str(namesake))
     assert again.status == 4
     assert "already served" in again.err
+    with starting(Store(tiny.cli.home), tiny.name):
+        meanwhile = tiny.cli.run("serve", str(namesake))
+    assert meanwhile.status == 4
+    assert f"error: {tiny.name} is being started by another command; wait until `trtpipe ps` lists it" in meanwhile.err
 
 
 def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(tiny: Served) -> None:

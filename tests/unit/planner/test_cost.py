@@ -18,9 +18,9 @@ BF16 = DataType.BFLOAT16
 # Nothing is lost, and of compute and reading the larger counts.
 IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention={"90.fp16": 1.0}, weights=1.0, kv=1.0, own_heads=1.0,
-    sharpness=30.0, elementwise=0.0, routing_s=0.0, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0, ring_s=0.0,
-    nvlink=1.0, allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, starts={90: 1.0}, allreduce_s=0.0, front_s=0.0,
-    activations=1.0, runtime_gib=1.0,
+    sharpness=30.0, elementwise=0.0, routing_s=0.0, int4_s={}, step_s=0.0, layer_s=0.0, request_s=0.0, one_shot=1.0,
+    ring_s=0.0, nvlink=1.0, allreduce_share=1.0, pcie={2: 0.6, 4: 0.5, 8: 0.4}, starts={90: 1.0}, allreduce_s=0.0,
+    front_s=0.0, activations=1.0, runtime_gib=1.0,
     probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7}, runtimes={"other": {"step_s": 2e-3}},
     releases={"tensorrt_llm": {"0.14": 1.25, "0.17": 1.0, "1.2": 0.9}},
     errors={"output_tokens_per_s": {"tensorrt_llm 90.fp8": 0.1, "tensorrt_llm 90.fp16": 0.2}},
@@ -216,6 +216,15 @@ def test_a_release_scales_the_work_and_not_the_overheads() -> None:
     now, before = cost(how=how).parts(step), cost(how=how.of("tensorrt_llm", "0.14")).parts(step)
     assert before.products == pytest.approx(1.25 * now.products, rel=1e-3)
     assert before.overhead == now.overhead
+
+
+def test_a_product_with_int4_weights_starts_slowly_where_that_was_measured() -> None:
+    awq, step = Quantization(quant_algo=QuantAlgo.W4A16_AWQ), Step(context=0, decoding=1, cached=0, work=0, logits=1)
+    how = dataclasses.replace(IDEAL, int4_s={"other 90": 1e-5})
+    assert cost(quantization=awq, how=how).parts(step).overhead == 0
+    there = dataclasses.replace(how, runtime="other")
+    assert cost(quantization=awq, how=there).parts(step).overhead == pytest.approx(32 * 4 * 1e-5)
+    assert cost(how=there).parts(step).overhead == 0
 
 
 def test_confidence_is_of_held_out_figures_and_wide_without_them() -> None:

@@ -71,6 +71,15 @@ def test_vllm_is_within_a_tenth_of_what_it_did() -> None:
     assert all(abs(error) < 0.4 for error in first), first
 
 
+def test_vllm_with_int4_weights() -> None:
+    """The term of INT4's kernel is of the run with one request; the others are only judged (docs/measurements/h100.md,
+    "Kernels and other precisions")."""
+    how = load_efficiency().of("vllm")
+    for clients, (tokens_per_s, within) in {1: (236, 0.02), 64: (8068, 0.12), 256: (14235, 0.05)}.items():
+        found = waves(Waves("h100", "int4-awq", clients, tokens_per_s, None), how)
+        assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=within), (clients, found.tokens_per_s)
+
+
 def test_first_tokens_of_clients_in_step() -> None:
     """NIM under clients that start together, prompts of 500 and 5,000 tokens, where none waits for a place."""
     how = load_efficiency()

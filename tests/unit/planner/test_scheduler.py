@@ -23,7 +23,7 @@ def test_one_request_by_hand() -> None:
     # A step for the prompt and its first token, three for the others.
     assert (found.first, found.end) == ([6.0], [9.0])
     assert (found.steps, found.busy, found.most) == (4, 4.0, 1)
-    assert found.gaps == [(1.0, 3)]
+    assert found.ran == [(1, 1.0, Step(30, 0, 0, 450.0, 1)), (3, 1.0, Step(0, 1, 32.0, 0.0, 1))]
 
 
 def test_a_prompt_in_chunks_delays_its_first_token_and_nobody_else() -> None:
@@ -47,6 +47,7 @@ def test_the_cache_is_kept_for_all_that_a_request_may_need() -> None:
     # Two blocks, three blocks, five: the second waits for the first, the third does not fit at all.
     assert found.first == [1.0, 6.0, None]
     assert found.end == [5.0, 11.0, None]
+    assert found.most == 1
 
 
 def test_a_window_bounds_what_a_sequence_holds() -> None:
@@ -56,8 +57,7 @@ def test_a_window_bounds_what_a_sequence_holds() -> None:
 
 
 def test_what_is_found_in_the_cache_is_not_computed() -> None:
-    steps: list[Step] = []
-    simulate([Asked(0.0, 100, 2, reused=60)], WIDE, second, watch=lambda repeat, step: steps.append(step))
+    steps = [step for _, _, step in simulate([Asked(0.0, 100, 2, reused=60)], WIDE, second).ran]
     assert steps[0] == Step(context=40, decoding=0, cached=0, work=40 * 80, logits=1)
     assert steps[1] == Step(context=0, decoding=1, cached=101, work=0, logits=1)
 
@@ -104,8 +104,8 @@ def linear(step: Step) -> float:
 
 @given(requests, kinds)
 def test_nothing_is_exceeded_and_nothing_is_lost(asked: list[Asked], places: Places) -> None:
-    seen: list[tuple[int, Step]] = []
-    found = simulate(asked, places, linear, watch=lambda repeat, step: seen.append((repeat, step)))
+    found = simulate(asked, places, linear)
+    seen = [(repeat, step) for repeat, _, step in found.ran]
     served = [one for one, end in zip(asked, found.end, strict=True) if end is not None]
     assert all(step.context + step.decoding <= max(places.tokens, places.batch) for _, step in seen)
     assert found.most <= places.batch

@@ -119,6 +119,18 @@ def test_the_typical_length_of_a_distribution(text: str, typical: float) -> None
     assert parse(text, "input_tokens").typical == typical
 
 
+def test_lengths_drawn_one_after_another_are_those_of_draws_of_one(tmp_path: Path) -> None:
+    """What a seed means for the turns of a conversation, and where the generator stands afterwards."""
+    lengths_file(tmp_path, "5\n7\n9\n")
+    kinds = ["7", "normal:2,3", "lognormal:99,2", "lognormal:1e6,90", "uniform:1,6", "mix:0.5*9+0.5*normal:7,1",
+             "empirical:lengths.txt"]  # fmt: skip
+    one, other = np.random.default_rng(3), np.random.default_rng(3)
+    for text in kinds * 50:
+        found = parse(text, "x", folder=tmp_path)
+        assert found.token_count(one) == found.tokens(other, 1)[0], text
+    assert one.bit_generator.state == other.bit_generator.state
+
+
 def lengths_file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
