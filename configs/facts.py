@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtpipe import configs
 from trtpipe.configs.home import default_home
@@ -22,6 +23,9 @@ from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource,
 from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.toolchain import Toolchain
 
+_T = TypeVar("_T")
+# A YAML file, and what changes with its content: inode, bytes, time of the last change; zeros where it cannot be asked.
+_File = tuple[Path, int, int, int]
 CONFIGS = Path(configs.__file__).parent
 # The last stable release of TensorRT-LLM that builds engines.
 DEFAULT_TOOLCHAIN = "1.2.1"
@@ -89,20 +93,45 @@ def usual_runtime(gpu: GpuSpec, architecture: str | None) -> UsualRuntime:
     raise ConfigError(f"runtimes.yaml has no row for {gpu.name}", remedy="end it with a row that covers all GPUs")
 
 
+def _loaded(read: Callable[..., dict[str, _T]], *folders: Path) -> dict[str, _T]:
+    """What `read` makes of the YAML files of each folder, again only where one has changed: one command asks often."""
+    return dict(_read_once(read, tuple(_files(folder) for folder in folders)))
+
+
+@functools.lru_cache(maxsize=32)
+def _read_once(read: Callable[..., dict[str, Any]], folders: tuple[tuple[_File, ...], ...]) -> dict[str, Any]:
+    return read(*([path for path, *_ in files] for files in folders))
+
+
+def _files(folder: Path) -> tuple[_File, ...]:
+    return tuple((path, *_identity(path)) for path in sorted(folder.glob("*.yaml")))
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError:  # whoever reads it says why
+        return 0, 0, 0
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
     """Load all GPUs of configs/gpus by name, with their measurements, if any.
 
     A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or overrides fields of a known one.
     """
-    raw = {path.stem: (path.name, read_yaml(path)) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))}
-    folders = [CONFIGS / "gpus" / "measured", own or default_home() / "gpus"]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+    return _loaded(_gpus, CONFIGS / "gpus", CONFIGS / "gpus" / "measured", own or default_home() / "gpus")
+
+
+def _gpus(known: list[Path], measured: list[Path], own: list[Path]) -> dict[str, GpuSpec]:
+    raw = {path.stem: (path.name, read_yaml(path)) for path in known}
+    for path in (*measured, *own):
         facts = read_yaml(path)
         name = str(facts.get("name", path.stem))
-        where, known = raw.get(name, ("", {}))
-        if known:
-            build(GpuSpec, known, where)  # a mistake in it is told by its own name
-        raw[name] = (str(path), {**known, **facts})
+        where, before = raw.get(name, ("", {}))
+        if before:
+            build(GpuSpec, before, where)  # a mistake in it is told by its own name
+        raw[name] = (str(path), {**before, **facts})
     gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
     return {gpu.name: gpu for gpu in gpus}
 
@@ -123,7 +152,11 @@ def find_gpus(wanted: Sequence[str]) -> list[GpuSpec]:
 
 def load_quant_recipes() -> dict[str, QuantRecipe]:
     """Load all quantization recipes of configs/quant by name."""
-    recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in sorted((CONFIGS / "quant").glob("*.yaml"))]
+    return _loaded(_recipes, CONFIGS / "quant")
+
+
+def _recipes(files: list[Path]) -> dict[str, QuantRecipe]:
+    recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in files]
     return {recipe.name: recipe for recipe in recipes}
 
 
@@ -132,7 +165,11 @@ def load_toolchains() -> dict[str, Toolchain]:
 
     A file with `extends` inherits the fields that it does not set from the toolchain that it names.
     """
-    raw = {path.name: read_yaml(path) for path in sorted((CONFIGS / "toolchains").glob("*.yaml"), reverse=True)}
+    return _loaded(_toolchains, CONFIGS / "toolchains")
+
+
+def _toolchains(files: list[Path]) -> dict[str, Toolchain]:
+    raw = {path.name: read_yaml(path) for path in reversed(files)}
     by_name = {str(facts.get("name")): facts for facts in raw.values()}
     out = {}
     for file, facts in raw.items():
@@ -157,7 +194,11 @@ def find_toolchain(name: str | None) -> Toolchain:
 
 def load_models() -> dict[str, ModelFacts]:
     """Load all models of configs/models by name."""
-    models = [_model(path) for path in sorted((CONFIGS / "models").glob("*.yaml"))]
+    return _loaded(_models, CONFIGS / "models")
+
+
+def _models(files: list[Path]) -> dict[str, ModelFacts]:
+    models = [_model(path) for path in files]
     return {model.name: model for model in models}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import resource
 import signal
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
 
+from tests.support import forked
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.cli import app as cli
 
@@ -28,6 +28,7 @@ LIMIT_S = 15.0
 # Of memory beyond which a run is a fault, and beyond which it is stopped; of a file that a run writes.
 LIMIT_BYTES = 500 << 20
 STOP_BYTES = 4 << 30
+SPACE_BYTES = 16 << 30
 LIMIT_FILE = 512 << 20
 # A command that is stopped has hung; a busy machine is not to be taken for that.
 STOP_S = 4 * LIMIT_S
@@ -84,35 +85,11 @@ def read_here(read: Callable[[], object]) -> Outcome:
         return Outcome(code, err, trace, time.monotonic() - started, peak())
 
 
-@contextlib.contextmanager
-def commands(folder: Path) -> Iterator[Run]:
-    """Gives what runs the command as a user does, in the current folder; what it prints goes to files in `folder`."""
-    helper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("measured.py"))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert helper.stdin is not None
-    assert helper.stdout is not None
-    stdin, stdout = helper.stdin, helper.stdout
-    trtpipe = str(Path(sys.executable).with_name("trtpipe"))
-
-    def run(arguments: Iterable[str]) -> Outcome:
-        asked = {
-            "command": [trtpipe, *arguments], "cwd": str(Path.cwd()), "env": dict(os.environ),
-            "out": str(folder / "out"), "err": str(folder / "err"), "seconds": STOP_S,
-        }  # fmt: skip
-        stdin.write(json.dumps(asked) + "\n")
-        stdin.flush()
-        told = json.loads(stdout.readline())
-        err = (folder / "err").read_text(errors="replace")
-        return Outcome(told["status"], err, "", told["seconds"], told["peak"])
-
-    try:
-        yield run
-    finally:
-        stdin.close()
-        helper.wait()
-        stdout.close()
+def run_apart(arguments: Iterable[str]) -> Outcome:
+    """Run the command as a user does, in a process of its own and in the current folder."""
+    limits = {resource.RLIMIT_AS: SPACE_BYTES, resource.RLIMIT_FSIZE: LIMIT_FILE}
+    ended = forked.run(list(arguments), Path.cwd(), os.environ, seconds=STOP_S, limits=limits)
+    return Outcome(ended.status, ended.err, "", ended.seconds, ended.grown)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks.running import LIMIT_BYTES, LIMIT_S, commands
+from tests.attacks.running import LIMIT_BYTES, LIMIT_S, run_apart
 from tests.support.triton_repositories import inflight
 from trtpipe.engines.json_input import MAX_BYTES, MAX_VALUES, MAX_WIDE_BYTES
 from trtpipe.engines.yaml_input import MAX_BYTES as MAX_YAML_BYTES
@@ -54,8 +54,7 @@ def test_the_worst_json_takes_bounded_memory_and_time(
     tokenizer = tmp_path / "repository" / "preprocessing" / "1" / "tokenizer" / "tokenizer.json"
     assert tokenizer.is_file()
     tokenizer.write_bytes({**WORST, **BEYOND}[kind]())
-    with commands(tmp_path) as run:
-        done = run(["check", "repository"])
+    done = run_apart(["check", "repository"])
     assert done.code == (3 if kind in DAMAGED else 0), done
     assert done.peak < LIMIT_BYTES
     assert done.seconds < 2 * LIMIT_S
@@ -81,8 +80,7 @@ def test_the_worst_yaml_takes_bounded_memory_and_time(
     if kind == "without end":
         with path.open("wb") as file:
             file.truncate(1 << 40)
-    with commands(tmp_path) as run:
-        done = run(["settings", "--recipe", "recipe.yaml"])
+    done = run_apart(["settings", "--recipe", "recipe.yaml"])
     assert done.code == code, done
     assert done.peak < LIMIT_BYTES
     assert done.seconds < 2 * LIMIT_S
@@ -92,8 +90,7 @@ def test_a_setting_of_the_command_line_is_read_within_the_same_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with commands(tmp_path) as run:
-        done = run(["settings", "--model", "x", "--gpu", "cpu", "--set", "tp=1" + ":1" * 60_000])
+    done = run_apart(["settings", "--model", "x", "--gpu", "cpu", "--set", "tp=1" + ":1" * 60_000])
     assert (done.code, done.err.splitlines()) == (
         2, ["error: --set tp is not a YAML value: a number has more than 64 digits, on line 1"],
     )  # fmt: skip

@@ -98,7 +98,8 @@ class Cli:
     def run(self, *arguments: str, text: str = "", timeout: float = 1500) -> Finished:
         """Run the command with `text` as its input."""
         if arguments[0] != "serve":  # the process of a server is known by its words
-            return Finished(*forked.run(arguments, self.folder, self.environment(), text, timeout))
+            ended = forked.run(arguments, self.folder, self.environment(), text, seconds=timeout)
+            return Finished(ended.status, ended.out, ended.err)
         done = subprocess.run(
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), capture_output=True, text=True,
             timeout=timeout, check=False, input=text,

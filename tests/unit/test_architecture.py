@@ -38,24 +38,26 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imports(path: Path, *, typing: bool = True) -> Iterator[str]:
     """Every module and name that an import statement of the file names, wherever it stands."""
-    todo: list[ast.AST] = [tree(path)]
-    while todo:
-        node = todo.pop()
-        if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            todo += node.orelse
+    for_types: set[ast.AST] = set()
+    if not typing:
+        guards = (
+            node for node in nodes(path) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        for_types = {node for guard in guards for statement in guard.body for node in ast.walk(statement)}
+    for node in nodes(path):
+        if node in for_types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        todo += ast.iter_child_nodes(node)
 
 
 def room(name: str) -> str:
@@ -129,7 +131,7 @@ def test_planning_and_every_stage_load_nothing_heavy() -> None:
 
 
 def calls(path: Path) -> set[str]:
-    return {ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
+    return {ast.unparse(node.func) for node in nodes(path) if isinstance(node, ast.Call)}
 
 
 def test_only_the_command_prints_and_exits() -> None:
@@ -144,8 +146,7 @@ def test_only_the_command_prints_and_exits() -> None:
 def test_no_child_is_started_where_the_current_folder_decides_what_runs() -> None:
     """`python -m` looks for modules there first; trtpipe.engines.process.python_command does not."""
     for module, path in MODULES.items():
-        nodes = ast.walk(tree(path))
-        assert "-m" not in {node.value for node in nodes if isinstance(node, ast.Constant)}, module
+        assert "-m" not in {node.value for node in nodes(path) if isinstance(node, ast.Constant)}, module
 
 
 def test_no_file_names_a_place_of_one_machine() -> None:

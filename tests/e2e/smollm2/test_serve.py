@@ -41,8 +41,15 @@ def http_whole(served: Served, text: str, model: str = "ensemble") -> str:
     return str(served.generate(model, text_input=text, max_tokens=TOKENS)["text_output"])
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-@pytest.mark.parametrize("ask", [grpc_stream, http_stream, http_whole])
+@pytest.mark.parametrize(
+    ("ask", "model"),
+    [
+        (grpc_stream, "tensorrt_llm_bls"), (http_stream, "ensemble"), (http_whole, "tensorrt_llm_bls"),
+        pytest.param(grpc_stream, "ensemble", marks=pytest.mark.slow),
+        pytest.param(http_stream, "tensorrt_llm_bls", marks=pytest.mark.slow),
+        pytest.param(http_whole, "ensemble", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_greedy_text_is_that_of_transformers(
     served: Served, texts: tuple[str, ...], expected_texts: list[str], ask: Callable[..., str], model: str
 ) -> None:
@@ -51,7 +58,13 @@ def test_greedy_text_is_that_of_transformers(
         assert list(pool.map(lambda text: ask(served, text, model), texts)) == expected_texts
 
 
-@pytest.mark.parametrize(("prompt", "answer"), [("😀" * 10, "😀" * 8), ("Ελλάδα " * 4, "Ελλάδα Ελλάδα Ελλάδα Ελ")])
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("Ελλάδα " * 4, "Ελλάδα Ελλάδα Ελλάδα Ελ"),
+        pytest.param("😀" * 10, "😀" * 8, marks=pytest.mark.slow),  # the next test has some
+    ],
+)
 def test_streamed_text_keeps_spaces_and_characters_that_span_tokens(served: Served, prompt: str, answer: str) -> None:
     """The model goes on with what it sees; an emoji is three tokens here, and Greek has spaces before words."""
     ask: dict[str, Any] = {"text_input": prompt.strip(), "max_tokens": 24}

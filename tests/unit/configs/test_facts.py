@@ -36,6 +36,22 @@ def test_every_shipped_model_and_gpu_loads() -> None:
     assert [name for name, gpu in gpus.items() if gpu.refused] == ["t4", "v100"]
 
 
+def test_files_are_read_again_only_when_one_has_changed(facts: Path, tmp_path: Path) -> None:
+    assert find_gpu("h100") is find_gpu("h100")
+    assert find_gpu("h100").bandwidth_gbs != 9999.0
+    (tmp_path / "home" / "gpus").mkdir(parents=True)
+    own = tmp_path / "home" / "gpus" / "h100.yaml"
+    own.write_text("bandwidth_gbs: 9999.0\n")
+    assert find_gpu("h100").bandwidth_gbs == 9999.0
+    own.write_text("bandwidth_gbs: 99.0\n")
+    assert find_gpu("h100").bandwidth_gbs == 99.0
+    own.write_text("bandwidth_gbs: fast\n")
+    with pytest.raises(ConfigError, match="bandwidth_gbs"):
+        find_gpu("h100")
+    own.unlink()
+    assert find_gpu("h100").bandwidth_gbs not in (99.0, 9999.0)
+
+
 def test_a_mig_slice_is_a_share_of_its_card_and_holds_one_rank() -> None:
     gpus = load_gpus()
     slices = [gpu for gpu in gpus.values() if gpu.mig]

@@ -62,7 +62,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("case", ["fp8-kv", "nvfp4"])
+@pytest.mark.parametrize("case", ["fp8-kv", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_a_unified_folder_is_modelopts(mixtral: Path, tmp_path: Path, case: str) -> None:
     mtq = pytest.importorskip("modelopt.torch.quantization")
     from modelopt.torch.export import export_hf_checkpoint

@@ -64,7 +64,13 @@ def texts(folder: Path, prompts: list[tuple[int, ...]], **options: Any) -> tuple
     return list(out.values()), runtime.stats()["kv_reused_blocks"]
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 4), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep"),
+    [
+        (1, 1, 1), (4, 2, 2), pytest.param(2, 2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, 4, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_twenty_prompts_at_once(tiny: Tiny, tmp_path: Path, tp: int, pp: int, ep: int) -> None:
     mapping = Mapping(tp_size=tp, pp_size=pp, moe_ep_size=ep)
     found, _ = texts(engine(tiny.folder, tmp_path / "engine", mapping, 20), PROMPTS)

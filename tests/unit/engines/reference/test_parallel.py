@@ -124,6 +124,7 @@ def test_the_engine_ends_with_a_rank_that_is_killed(endless: tuple[subprocess.Po
     assert "a tensor-parallel rank has ended, and with it the engine" in process.stderr.read()
 
 
+@pytest.mark.slow  # that a process ends with the one that started it, test_process.py says
 def test_a_rank_ends_with_the_engine_that_is_killed(endless: tuple[subprocess.Popen[str], int]) -> None:
     process, rank = endless
     descriptor = os.pidfd_open(rank)

@@ -121,7 +121,9 @@ def plain(request: pytest.FixtureRequest, engines: Callable[..., Path]) -> tuple
     return request.param, ask(engines(), request.param)
 
 
-@pytest.mark.parametrize(("draft", "settings"), [(None, NGRAM), ("same", DRAFT), ("other", DRAFT)])
+@pytest.mark.parametrize(
+    ("draft", "settings"), [(None, NGRAM), pytest.param("same", DRAFT, marks=pytest.mark.slow), ("other", DRAFT)]
+)
 def test_answers_are_the_same_and_take_fewer_steps(
     engines: Callable[..., Path], draft: str | None, settings: dict[str, Any], plain: tuple[str, Answered]
 ) -> None:
