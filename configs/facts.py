@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,16 +138,10 @@ def _gpus(known: list[Path], measured: list[Path], own: list[Path]) -> dict[str,
 
 def find_gpu(name: str) -> GpuSpec:
     """Find a GPU by name or alias. Raises UsageError offering the nearest spelling."""
-    return find_gpus([name])[0]
-
-
-def find_gpus(wanted: Sequence[str]) -> list[GpuSpec]:
-    """Likewise several, for which the files are read once."""
     names = {alias: gpu for gpu in load_gpus().values() for alias in (gpu.name, *gpu.aliases)}
-    for name in wanted:
-        if name.lower() not in names:
-            raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
-    return [names[name.lower()] for name in wanted]
+    if name.lower() not in names:
+        raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
+    return names[name.lower()]
 
 
 def load_quant_recipes() -> dict[str, QuantRecipe]:

@@ -60,7 +60,7 @@ def plan(
         work = dataclasses.replace(work, input_tokens=str(input_tokens))
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=str(output_tokens))
-    gpus, dtypes = tuple(facts.find_gpus(_several(gpu))), _several(dtype)
+    gpus, dtypes = tuple(facts.find_gpu(name) for name in _several(gpu)), _several(dtype)
     tps, moe_tps, moe_eps = ((one,) if isinstance(one, int) else tuple(one) for one in (tp, moe_tp, moe_ep))
     compared: dict[str, Sequence[object]] = {
         "gpu": [one.name for one in gpus], "dtype": dtypes, "tp": tps, "moe-tp": moe_tps, "moe-ep": moe_eps,

@@ -174,7 +174,7 @@ def _prices(given: list[str], gpu: str) -> dict[str, float]:
 
     prices: dict[str, float] = {}
     texts = named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour")
-    compared = {one.name for one in facts.find_gpus(_list(gpu))} if texts else set()
+    compared = {facts.find_gpu(name).name for name in _list(gpu)} if texts else set()
     for word, text in texts.items():
         name = facts.find_gpu(word).name
         if name not in compared:
