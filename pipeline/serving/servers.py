@@ -193,7 +193,8 @@ def find_running(store: Store, name: str | None) -> Server:
     if not servers:
         raise none_running(store, name)
     if len(servers) > 1:
-        raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
+        names = ", ".join(server.name for server in servers)
+        raise UsageError("several servers are running", remedy=f"name one with --server: {names}")
     return servers[0]
 
 
