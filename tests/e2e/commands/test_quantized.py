@@ -168,7 +168,7 @@ def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_
 @pytest.mark.parametrize(
     ("options", "status", "telling"),
     [
-        (["--quant", "fp9"], 2, "unknown dtype 'fp9'; did you mean 'fp8'?"),
+        (["--quant", "fp9"], 2, "unknown quantization 'fp9' in --quant; did you mean 'fp8'?"),
         (
             ["--quant", "fp8", "--calib", "nowhere"],
             2,
