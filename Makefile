@@ -59,8 +59,10 @@ check: $(READY) ## formatting, lint and types
 # Tests that look at a clock have the machine to themselves. Of the others each process waits a third of its time, with
 # real servers half of it. They begin in the order of tests/conftest.py.
 SHARED := --dist loadfile --no-loadscope-reorder -n
-UNIT := $(SHARED) $(shell expr $$(nproc) \* 3 / 2)
-ALL := $(SHARED) $(shell expr $$(nproc) + 2)
+# nproc gives OMP_NUM_THREADS where it is set.
+CORES = env -u OMP_NUM_THREADS nproc
+UNIT := $(SHARED) $(shell expr $$($(CORES)) \* 3 / 2)
+ALL := $(SHARED) $(shell expr $$($(CORES)) + 2)
 # Their files: a process takes 20 seconds to import all others.
 CLOCK = $(shell grep -rl --include='test_*.py' 'mark\.clock' tests)
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
