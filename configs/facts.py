@@ -94,7 +94,7 @@ def usual_runtime(gpu: GpuSpec, architecture: str | None) -> UsualRuntime:
 
 
 def _loaded(read: Callable[..., dict[str, _T]], *folders: Path) -> dict[str, _T]:
-    """What `read` makes of the YAML files of each folder, again only where one has changed: one command asks often."""
+    """The result of `read` for the YAML files of each folder; a later call reads them again if a file has changed."""
     return dict(_read_once(read, tuple(_files(folder) for folder in folders)))
 
 

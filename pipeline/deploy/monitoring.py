@@ -35,7 +35,7 @@ def write_monitoring(
     targets, gateways  where the servers' and the gateways' metrics are, host:port or URL
     key_file           file with a key of the gateways, as Prometheus finds it
 
-    Raises UsageError for what is no address, and if `out` is a model repository or a folder in one: Triton takes each
+    Raises UsageError for an invalid address, and if `out` is a model repository or a folder in one: Triton takes each
     folder there for a model.
     """
     config = _scrape_config(targets, gateways, key_file)

@@ -46,7 +46,7 @@ class EngineFolder:
 
     @property
     def compiles(self) -> bool:
-        """Whether the folder has the form that trtllm-build reads or writes, so that its config.json has a release."""
+        """Whether the folder is a TensorRT-LLM checkpoint or engine, whose config.json names the release."""
         return self.passport is None or (self.backend is not None and self.backend.FORM == "trtllm")
 
     @property

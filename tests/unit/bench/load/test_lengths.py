@@ -120,7 +120,7 @@ def test_the_typical_length_of_a_distribution(text: str, typical: float) -> None
 
 
 def test_lengths_drawn_one_after_another_are_those_of_draws_of_one(tmp_path: Path) -> None:
-    """What a seed means for the turns of a conversation, and where the generator stands afterwards."""
+    """The same seed gives the same lengths either way, and leaves the generator in the same state."""
     lengths_file(tmp_path, "5\n7\n9\n")
     kinds = ["7", "normal:2,3", "lognormal:99,2", "lognormal:1e6,90", "uniform:1,6", "mix:0.5*9+0.5*normal:7,1",
              "empirical:lengths.txt"]  # fmt: skip
