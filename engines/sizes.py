@@ -17,6 +17,8 @@ LARGEST = {
     "intermediate_size": 1 << 19,
     "vocab_size": 1 << 23,
     "max_position_embeddings": 1 << 27,
+    "num_experts": 1 << 10,
+    "num_local_experts": 1 << 10,
     "world_size": 1 << 12,
 }
 # Bounds of a config.json: one of a quantized model lists its modules and has some thousand values.

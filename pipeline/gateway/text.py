@@ -14,7 +14,7 @@ from trtpipe.engines.hf.chat_template import compile_template, read_template
 from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.requests import Common, quoted
-from trtpipe.triton_repo.shared_text import shared
+from trtpipe.triton_repo.shared_text import read_text, shared
 
 
 class Text:
@@ -23,17 +23,7 @@ class Text:
     def __init__(self, folder: Path) -> None:
         """Raises InputDataError when the folder holds no tokenizer."""
         self.folder = folder
-        try:
-            self.tokenizer = shared().load_tokenizer(folder)
-            self.end_ids, self.pad_id, self.bos = shared().special_ids(folder, self.tokenizer)
-        except Exception as error:  # the tokenizers library raises plain Exception
-            raise InputDataError(f"{folder} holds no tokenizer that can be read", why=str(error)) from None
-        if not all(type(token) is int and 0 <= token < 2**31 for token in [*self.end_ids, self.pad_id]):
-            raise InputDataError(
-                f"the end or padding token of {folder} is not a token id",
-                why=f"eos_token_id is {quoted(str(self.end_ids))}, pad_token_id {quoted(str(self.pad_id))}",
-                remedy="correct generation_config.json",
-            )
+        self.tokenizer, self.end_ids, self.pad_id, self.bos = read_text(folder)
         template = read_template(folder)
         self.template = template
         self.apply_template = compile_template(folder, template) if template is not None else None

@@ -156,18 +156,18 @@ def read_server(path: Path) -> Server:
         server = Server(**{**raw, "log": Path(raw["log"]), "endpoints": points, "served": tuple(served)})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of a server: {error}") from None
-    numbers = (server.pid, server.gateway_pid or 1, server.watcher or 1, points.http, points.grpc, points.metrics)
+    # Processes are queried and ended by these ids, and files are removed by the name.
+    pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
+    numbers = (*pids, points.http, points.grpc, points.metrics)
     texts = (
         server.name,
         server.native,
         points.host,
-        server.gateway_url or "",
+        "" if server.gateway_url is None else server.gateway_url,
         *(t for s in served for t in (s.name, s.prefix)),
     )
     if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
         raise ValueError(f"{path} is no record of a server: a value is of another type")
-    # Processes are queried and ended by these ids, and files are removed by the name.
-    pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
     if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
         raise ValueError(f"{path} is of another server")
     return server

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -105,10 +104,13 @@ class Manifest:
     def __post_init__(self) -> None:
         _require(self, content=str, notes=dict, started=str, seconds=(int, float))
         _require_texts(self, "host")
-        datetime.fromisoformat(self.started)
+        try:
+            datetime.fromisoformat(self.started) + timedelta(seconds=self.seconds)
+        except OverflowError:
+            raise ValueError("it ends at no date") from None
         notices = self.notes.get("notices", [])
-        if not (math.isfinite(self.seconds) and isinstance(notices, list) and all(type(n) is str for n in notices)):
-            raise ValueError("its seconds or its notices are malformed")
+        if not (isinstance(notices, list) and all(type(n) is str for n in notices)):
+            raise ValueError("its notices are malformed")
 
     @property
     def size(self) -> int:

@@ -358,6 +358,9 @@ def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytes
     remember(store, "living")
     remember(store, "dead", pid=2)
     (store.home / "servers" / "damaged.json").write_text("{")
+    record = json.loads((store.home / "servers" / "living.json").read_text())
+    record.update(name="list", gateway_pid=[])
+    (store.home / "servers" / "list.json").write_text(json.dumps(record))
     (store.home / "servers" / "other.json").write_text('{"name": "x"}')
     assert [server.name for server in running(store)] == ["living"]
     assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]

@@ -164,6 +164,8 @@ def test_a_manifest_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         lambda raw: raw.update(host={"system": 1}),
         lambda raw: raw.update(started="yesterday"),
         lambda raw: raw.update(seconds="1.5"),
+        lambda raw: raw.update(seconds=1e15),
+        lambda raw: raw.update(seconds=float("nan")),
         lambda raw: raw.update(origin={"source": "x", "content": None}),
         lambda raw: raw.update(extra=1),
         lambda raw: raw.update(record=[]),

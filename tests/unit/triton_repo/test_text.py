@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.support.factories import write_tokenizer
 from trtpipe import triton_repo
+from trtpipe.engines.errors import InputDataError
+from trtpipe.triton_repo.shared_text import read_text, tokenizer_info
 
 PATH = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
 SPEC = importlib.util.spec_from_file_location("trtpipe_text", PATH)
@@ -121,3 +123,27 @@ def test_relative_folders_count_from_the_repository() -> None:
     config = {"parameters": {"tokenizer_dir": {"string_value": "preprocessing/1/tokenizer"}}}
     found = text.resolve_folder(config, "tokenizer_dir", "/models/postprocessing")
     assert found == Path("/models/preprocessing/1/tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", b"\xff", "holds no tokenizer that can be read"),
+        ("generation_config.json", b'{"eos_token_id": 2.5}', "holds no tokenizer that can be read"),
+        ("generation_config.json", b'{"eos_token_id": ["2"]}', "the end or padding token of"),
+        ("generation_config.json", b'{"pad_token_id": 4294967296}', "the end or padding token of"),
+        ("tokenizer_config.json", b'{"bos_token": 7}', "is not a text; correct tokenizer_config.json"),
+    ],
+)
+def test_a_damaged_tokenizer_is_told(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputDataError, match=said):
+        read_text(tmp_path)
+
+
+def test_a_vocabulary_of_absurd_ids_is_told(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000_000}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(InputDataError, match="vocab_size is 4,000,000,001, and at most 8,388,608 are read"):
+        tokenizer_info(tmp_path)

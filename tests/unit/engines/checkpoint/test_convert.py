@@ -245,6 +245,10 @@ def test_config_json_of_a_mixtral(tmp_path: Path) -> None:
     ("changed", "line"),
     [
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 exceeds num_local_experts 4"),
+        (
+            {"num_local_experts": 2_000_000},
+            "num_local_experts is 2,000,000, and at most 1,024 are read; download the model again",
+        ),
         ({"num_local_experts": "4"}, "num_local_experts is '4', not a positive whole number"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok is None, not a positive whole number"),
     ],

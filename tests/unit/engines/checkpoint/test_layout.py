@@ -393,6 +393,11 @@ def test_experts_are_read_back() -> None:
     ("place", "changed", "line"),
     [
         ("moe", {"num_experts": 0}, "num_experts is 0, not a positive number"),
+        (
+            "moe",
+            {"num_experts": 1 << 53},
+            "num_experts is 9,007,199,254,740,992, and at most 1,024 are read; convert the model again",
+        ),
         ("moe", {"top_k": 7}, "top_k 7 exceeds num_experts 6"),
         ("moe", {"normalization_mode": 2}, "normalization_mode is 2: 0 and 1 are read here"),
         ("mapping", {"moe_ep_size": 4}, "moe_tp_size 2 times moe_ep_size 4 does not make tp_size 4"),
