@@ -391,6 +391,18 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("words", [("gpus", "nosuch"), ("recipes",), ("--debug", "gpus", "nosuch")])
+def test_a_reader_of_both_streams_that_leaves_is_no_failure(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """As of `2>&1 | head -1`: the exit status is that of other programs then."""
+    command = [sys.executable, "-c", "from trtpipe.pipeline.cli.app import main; main()", *words]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=writer, cwd=tmp_path, check=False)
+    os.close(writer)
+    assert done.returncode == 141
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("redirection", "status", "said"),
     [
@@ -398,6 +410,7 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
         (">&-", 4, "error: standard output cannot be written: Bad file descriptor\n"),
         ("<&- >/dev/null", 0, ""),
         (">/dev/null 2>&-", 0, ""),
+        (">/dev/full 2>&1", 4, ""),
     ],
 )
 @pytest.mark.parametrize(("words", "unbuffered"), [("build --help", ""), ("gpus", "1")])
