@@ -356,9 +356,11 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
     from trtpipe.pipeline.api.build import BuildOptions, layers, resolved
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.layers import assignments
+    from trtpipe.pipeline.matrix import require_one
     from trtpipe.pipeline.resolve import resolve
 
     given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
+    require_one(given)
     given["set"] = assignments(options["settings"] or [])
     given["lora"] = named_folders(options.get("lora"))
     given["tasks"] = [str(file) for file in options.get("tasks") or ()] or None

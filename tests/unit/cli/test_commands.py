@@ -338,6 +338,11 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
             ["bench", "--concurrency", "1,4,1"],
             "--concurrency is a list with 1 twice; give it once; --repeat 2 measures each load point twice",
         ),
+        (
+            ["settings", "--model", "llama3-8b", "--gpu", "a100,h100"],
+            "--gpu a100,h100 is a list: that is for `trtpipe build`; this command is of one target; "
+            "give one, such as --gpu a100",
+        ),
         (["bench", "--tokenizer", "."], "folder . has no tokenizer.json; name the file"),
         (["bench", "again", "."], "folder . has no report.json; name the file"),
         (["search", "oci://"], "oci:// names no place; give for example oci://registry.example/team/engines"),
