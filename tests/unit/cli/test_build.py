@@ -243,8 +243,14 @@ def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) 
         assert run("passport", folder).status == 0
         assert run("provenance", folder).status == 0
         assert find_repository(str(folder))[0] == "tiny.cpu.fp32"
-    assert run("export", "runs/tiny.cpu.fp32").status == 0
-    assert Path("tiny.cpu.fp32.tar").is_file()
+    Path("packed").mkdir()
+    for out in ([], ["-o", "packed"], ["-o", "packed/"]):
+        assert run("export", "runs/tiny.cpu.fp32", *out).status == 0
+        (Path("packed" if out else "") / "tiny.cpu.fp32.tar").unlink()
+    assert run("export", "runs/tiny.cpu.fp32", "-o", "nowhere/").error() == (
+        "there is no folder nowhere; make it, or give another --output"
+    )
+    assert not Path("nowhere").exists()
 
 
 def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:
