@@ -18,6 +18,7 @@ from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.serving import serve
 from trtpipe.pipeline.serving.engine_python import beside
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
+from trtpipe.pipeline.serving.repositories import Found
 from trtpipe.pipeline.serving.servers import Server, recorded
 from trtpipe.pipeline.store.store import Store
 
@@ -151,7 +152,9 @@ def test_what_it_does_not_do_is_refused_before_it_starts(
 ) -> None:
     with pytest.raises(TrtpipeError, match=words.replace("-", r"\-").replace("/", r"\/")):  # noqa: PT012
         chosen = LaunchOptions(**{"front": "native", "openai": 0, "engine_python": python, **options})  # type: ignore[arg-type]
-        serve.launch([(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print)
+        serve.launch(
+            [Found(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print
+        )
     assert not list((default_home() / "logs").glob("serve-*"))
     assert not (default_home() / "servers").exists()
 
