@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,6 +166,17 @@ def test_a_runtime_without_a_server_of_its_own_says_so(runtime: str) -> None:
         load_backend(runtime).native_server(
             Path("engine"), Path("tokenizer"), host="127.0.0.1", port=9000, names=("a",), on_cpu=False
         )
+
+
+def test_that_there_is_no_such_server_is_said_before_its_port_is_looked_at(in_folder: Path) -> None:
+    built = trtpipe.build(model=str(hf_folder(in_folder / "tiny")), gpu="cpu", dtype="fp32")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="the reference runtime has no server of its own"),
+        trtpipe.serve(built.target, front="native", openai_port=taken.getsockname()[1]),
+    ):
+        pass
+    assert not (default_home() / "servers").exists()
 
 
 def test_trtllm_serve_calls_the_model_by_the_name_of_its_folder() -> None:
