@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.pipeline.run_folder import RUNS, RunFolder, require_run
 from trtpipe.pipeline.serving.servers import Server, running
 from trtpipe.pipeline.stages import stages_of
@@ -108,7 +108,12 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
         if path.is_symlink():
             path.unlink()
         else:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # it names the file without its folder
+                raise HostError(
+                    f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
+                ) from None
     return [path.name if path.parent == RUNS else str(path) for path in paths]
 
 
