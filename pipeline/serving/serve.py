@@ -297,8 +297,8 @@ def reload(
             compatibility.require_trusted(one.name, fresh[one.name].folder, store, allow_code=allow_model_code)
             _require_same_kind(one, fresh[one.name].folder)
     served = tuple(
-        replace(one, repository=found.folder, source=found.source, imported=imports(found))
-        if (found := fresh.get(one.name)) else one
+        replace(one, repository=now.folder, source=now.source, imported=imports(now))
+        if (now := fresh.get(one.name)) else one
         for one in server.served
     )  # fmt: skip
     lay_out_models(served, store.home / "servers" / server.name)
