@@ -170,6 +170,7 @@ class Keeper:
         self.result: dict[str, Any] = before.get("result", {})
         self._file, self._kept, self._name, self._place, self._about = file, kept, name, place, about
         self._seconds, self._commands = before.get("seconds", 0.0), before.get("commands", [])
+        self._runs = before.get("runs", 1) + 1 if before else 1
         self._began = time.perf_counter()
 
     def keep(self, *, whole: bool = False) -> None:
@@ -177,6 +178,7 @@ class Keeper:
         self._kept[self._name] = {
             **self._about,
             "whole": whole,
+            "runs": self._runs,
             "seconds": self._seconds + time.perf_counter() - self._began,
             "commands": self._commands + self._place.said,
             "result": self.result,

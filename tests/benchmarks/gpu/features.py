@@ -27,7 +27,8 @@ RUNTIMES = ("vllm", "reference")
 BATCH, WAVES = 64, 3
 ADAPTERS, RANK = (0, 1, 8, 32), 16
 DRAFTED = (1, 16, 64)
-DRAFTS = ("build.speculative_decoding_mode=ngram", "build.max_draft_len=4")
+# In the reference runtime a step has room for every place's token and its drafts.
+DRAFTS = ("build.speculative_decoding_mode=ngram", "build.max_draft_len=4", "build.max_num_tokens=4096")
 VARIANTS: dict[str, tuple[str, ...]] = {"plain": (), "ngram": DRAFTS, "lora": ()}
 # One answer alone fits it: each digit is one token in any byte-level vocabulary without merges of digits.
 REPEATING = {"structured_outputs": {"regex": "(0123456789){50}"}}

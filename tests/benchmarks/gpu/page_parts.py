@@ -15,10 +15,12 @@ def where(section: Mapping[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     gpus = f"{machine['gpus']} x " if machine["gpus"] > 1 else ""
     beside = f" Meanwhile the host's other GPUs ran: {section['beside']}." if section.get("beside") else ""
+    runs = section.get("runs", 1)
+    parts = f" In {runs} runs of that day, each on a machine as this one." if runs > 1 else ""
     return (
         f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "
-        f"{bandwidth(section):,.0f} GB/s. {section['seconds']:.0f} s.{beside}\n"
+        f"{bandwidth(section):,.0f} GB/s. {section['seconds']:.0f} s.{beside}{parts}\n"
     )
 
 
