@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from trtpipe import configs
 from trtpipe.configs.home import default_home
 from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
-from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.errors import UsageError, nearest, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.folder import parse_model_config, read_model_config
 from trtpipe.engines.hf.stored import Stored, parse_stored, read_stored
@@ -137,11 +137,22 @@ def _gpus(known: list[Path], measured: list[Path], own: list[Path]) -> dict[str,
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Find a GPU by name or alias. Raises UsageError offering the nearest spelling."""
+    """Find a GPU by name or alias. Raises UsageError offering the nearest spelling of the same card's name."""
     names = {alias: gpu for gpu in load_gpus().values() for alias in (gpu.name, *gpu.aliases)}
-    if name.lower() not in names:
-        raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
-    return names[name.lower()]
+    if name.lower() in names:
+        return names[name.lower()]
+    if near := nearest(name, [known for known in names if _same_number(known, name)]):
+        remedy = "did you mean " + " or ".join(f"'{one}'" for one in near) + "?"
+    else:
+        own = default_home() / "gpus/NAME.yaml"
+        remedy = f"`trtpipe gpus` lists those that are known; {own} adds one, with the fields of `trtpipe gpus h100`"
+    raise UsageError(f"unknown GPU '{name}'", remedy=remedy)
+
+
+def _same_number(known: str, name: str) -> bool:
+    """Whether two names can be spellings of one card's: an RTX 3090 is no misspelt RTX 5090."""
+    one, other = ("".join(re.findall(r"\d+", text)[:1]) for text in (known, name))
+    return one.startswith(other) or other.startswith(one)
 
 
 def load_quant_recipes() -> dict[str, QuantRecipe]:

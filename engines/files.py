@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import HostError
+from trtpipe.engines.errors import HostError, UsageError
 
 # Smaller files are copied, so that editing a linked config.json in place cannot change an artefact.
 LINK_FROM_BYTES = 1 << 20
@@ -35,6 +35,17 @@ class DiskFull(HostError):
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as NVIDIA's tools do: indented by four spaces, keys in the given order."""
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
+
+
+def file_in(path: Path, *names: str) -> Path:
+    """The first of the files `names` that a folder has; another path than a folder's unchanged. Raises UsageError for
+    a folder without one."""
+    if not path.is_dir():
+        return path
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise UsageError(f"folder {path} has no {' and no '.join(names)}", remedy="name the file")
 
 
 def device(folder: Path) -> int:

@@ -21,8 +21,19 @@ def _errno(*numbers: int) -> Callable[[BaseException], bool]:
     return lambda error: isinstance(error, OSError) and error.errno in numbers
 
 
+def _path(error: BaseException) -> Path | None:
+    """What the operation was on; of two paths the one that was to be made, as a link or by renaming."""
+    filename = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    return Path(filename) if isinstance(filename, (str, Path)) else None
+
+
+def _there(path: Path) -> bool:
+    """Whether it exists. Path.exists raises an error for what is in a folder that may not be searched."""
+    return os.access(path, os.F_OK)
+
+
 def _named(error: BaseException) -> str:
-    filename = getattr(error, "filename", None)
+    filename = _path(error) or getattr(error, "filename", None)
     return f"{filename}: " if filename else ""
 
 
@@ -33,31 +44,42 @@ def _reason(error: BaseException) -> str:
 
 def _at_home(error: BaseException) -> bool:
     """Whether the file is in TRTPIPE_HOME, or one that TRTPIPE_HOME would have to be in."""
-    filename, home = getattr(error, "filename", None), default_home()
-    if not isinstance(filename, (str, Path)):
+    path, home = _path(error), default_home()
+    if path is None:
         return False
-    path = Path(filename).absolute()
+    path = path.absolute()
     return path == home or home in path.parents or path in home.parents
 
 
 def _full_outside_home(error: BaseException) -> bool:
     """Whether the full disk is another one than that of TRTPIPE_HOME. A failed write names no file: then it is the
     current folder's disk where that has less room."""
-    filename, home = getattr(error, "filename", None), default_home()
-    if isinstance(filename, (str, Path)):
-        return device(Path(filename)) != device(home)
+    path, home = _path(error), default_home()
+    if path is not None:
+        return device(path) != device(home)
     return device(Path.cwd()) != device(home) and free_bytes(Path.cwd()) < free_bytes(home)
 
 
 def _place(error: BaseException) -> str:
     if _at_home(error):
         return "set TRTPIPE_HOME to a folder that you may write"
-    filename = getattr(error, "filename", None)
-    if not isinstance(filename, (str, Path)) or Path(filename).is_file():
+    path = _path(error)
+    if path is None or (_there(path) and path.is_file()):
         return "check the permissions"
-    if Path(filename).parts[:1] in (("runs",), ("reports",)):
+    if path.parts[:1] in (("runs",), ("reports",)):
         return "run this in a folder of yours: runs and reports are written to the current folder"
     return "check the permissions, or name another place"
+
+
+def _denied(error: BaseException) -> HostError:
+    """The error for what the system does not allow. What is not there was to be made: its folder is named then, since
+    the file may have had a temporary name."""
+    path, reason = _path(error), str(getattr(error, "strerror", error))
+    if path is not None and not _there(path):
+        folder = next(one for one in path.absolute().parents if _there(one))
+        if os.access(folder, os.X_OK) and not os.access(folder, os.W_OK):
+            return HostError(f"folder {folder} cannot be written", why=reason, remedy=_place(error))
+    return HostError(f"{_named(error)}{reason}", remedy=_place(error))
 
 
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
@@ -85,10 +107,7 @@ ROWS: tuple[_Row, ...] = (
     (
         OSError,
         _errno(errno.EACCES, errno.EPERM, errno.EROFS),
-        lambda error: HostError(
-            f"{_named(error)}{getattr(error, 'strerror', error)}",
-            remedy=_place(error),
-        ),
+        _denied,
     ),
     (
         OSError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import TrtpipeError, UsageError
@@ -55,6 +56,17 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
     lists = {name: _words(name, options[name]) for name in LISTS if options.get(name) is not None}
     rows = itertools.product(*lists.values())
     return [{**options, **dict(zip(lists, row, strict=True))} for row in rows]
+
+
+def require_one(options: dict[str, Any]) -> None:
+    """Raise UsageError for a list, where one target is meant."""
+    for name in LISTS:
+        value = options.get(name)
+        if isinstance(value, str) and "," in value and not Path(value).exists():
+            raise UsageError(
+                f"--{name} {value} is a list", why="that is for `trtpipe build`; this command is of one target",
+                remedy=f"give one, such as --{name} {value.partition(',')[0]}",
+            )  # fmt: skip
 
 
 def build_all(specs: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:

@@ -38,12 +38,18 @@ class RunFolder:
         """Create the folder, write the spec, and register it so that `gc` keeps the artefacts it links to."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
-        roots = store.home / "roots"
-        roots.mkdir(parents=True, exist_ok=True)
-        absolute = str(self.path.resolve())
-        name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
-        write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
+        root = self._root(store)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(root, json.dumps({"run": str(self.path.resolve())}))
         sync(self.path.parent)
+
+    def started(self, store: Store) -> bool:
+        """Whether it was made for artefacts of this store, at this place."""
+        return self._root(store).is_file()
+
+    def _root(self, store: Store) -> Path:
+        name = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
+        return store.home / "roots" / f"{name[:KEY_DIGITS]}.json"
 
     def spec(self) -> BuildSpec:
         """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this

@@ -56,7 +56,8 @@ class BenchArguments(TypedDict, total=False):
                       where only openai_url is given, "completions" for a runtime's own server
     model             Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm
     grpc_url, http_url, openai_url  addresses of a server that trtpipe did not start
-    openai_model, tokenizer, metrics_url  its model's name, its tokenizer.json, the address of its metrics
+    openai_model, tokenizer, metrics_url  its model's name, its tokenizer.json or a folder with it, the address of its
+                      metrics
     load              load of configs/load, or a YAML file
     concurrency       numbers of requests in flight, one load point each
     rate              request rates of an open loop, one load point each
@@ -206,6 +207,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     from dataclasses import replace
 
     from trtpipe.engines.errors import UsageError, suggestion
+    from trtpipe.engines.files import file_in
     from trtpipe.pipeline.bench.options import BenchOptions
     from trtpipe.pipeline.bench.protocols.connect import Wiring
     from trtpipe.pipeline.bench.results.slo import parse_objective
@@ -218,6 +220,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     given = {name: value for name, value in arguments.items() if value is not None}
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
+    tokenizer = None if ask.tokenizer is None else file_in(Path(ask.tokenizer), "tokenizer.json")
     named = {"grpc": ask.grpc_url, "http": ask.http_url, "chat": ask.openai_url}
     protocol = ask.protocol or ",".join([name for name, url in named.items() if url] or ("grpc", "http"))
     if ask.connections > 1 and "grpc" not in protocol.split(","):
@@ -244,7 +247,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         # Before a server is looked for: a mistake in an option needs none.
         options = BenchOptions(
             targets=_targets(protocol, dict.fromkeys(urls, ""), ask.model, "", None),
-            tokenizer=ask.tokenizer or Path(),
+            tokenizer=tokenizer or Path(),
             loads=load_points,
             work=work,
             wiring=Wiring(
@@ -263,7 +266,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
             token_timeout_s=ask.token_timeout,
             log_samples=ask.log_samples,
         )
-    tokenizer, model, openai_model, metrics_url = ask.tokenizer, ask.model, ask.openai_model, ask.metrics_url
+    model, openai_model, metrics_url = ask.model, ask.openai_model, ask.metrics_url
     served: Served | None = None
     if not any(urls.values()):
         found, served = _served(ask.server, target)
@@ -433,7 +436,8 @@ def _tokenizer(path: Path | None) -> Path:
 
     if path is None:
         raise UsageError(
-            "prompts of a known length need a tokenizer", remedy="give --tokenizer, the model's tokenizer.json"
+            "prompts of a known length need a tokenizer",
+            remedy="give --tokenizer, the model's tokenizer.json or its folder",
         )
     return path
 

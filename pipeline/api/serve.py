@@ -183,7 +183,7 @@ def serve(
     )  # fmt: skip
     running, process = serving.launch(found, store, options, log.info)
     try:
-        yield Client(found[0][0], server=running.name)
+        yield Client(found[0].name, server=running.name)
     finally:
         serving.stop(store, running.name)
         process.wait()

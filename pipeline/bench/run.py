@@ -19,7 +19,6 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.load.workload import Render
 from trtpipe.pipeline.bench.loop.driver import NOTHING, Live
 from trtpipe.pipeline.bench.loop.load_point import Driven, evaluate
-from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.results.digest import digest
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
@@ -172,6 +171,9 @@ class _Session:
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
     async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LoadPointResult:
+        # Imported here, while the server is known to answer: the first request does not wait for it.
+        from trtpipe.pipeline.bench.monitors.server import ServerMonitor
+
         watching = (
             None if self._progress is None else _Watching(self._progress, target.protocol, load, self._options.work)
         )

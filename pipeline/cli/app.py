@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -39,9 +39,6 @@ from trtpipe.pipeline.cli import (
 )
 from trtpipe.pipeline.cli.completion import completion
 from trtpipe.pipeline.cli.help import USAGE_ERROR, SectionedCommand, SectionedGroup, add_common_options
-
-if TYPE_CHECKING:
-    from trtpipe.engines.errors import TrtpipeError
 
 # Those that have commands of their own.
 APPS = {"bench": bench.app, "deploy": deploy.deploy, "lora": lora.lora}
@@ -202,10 +199,10 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
-        from trtpipe.pipeline.cli import defect
+        from trtpipe.pipeline.cli import defect, usage
         from trtpipe.pipeline.errors import translate
 
-        known = _usage(error) if isinstance(error, CLICK_ERROR) else translate(error)
+        known = usage.describe(error) if isinstance(error, CLICK_ERROR) else translate(error)
         if "--debug" in sys.argv[1:]:
             console.traceback(type(error), error, error.__traceback__)
         console.error(defect.describe(error) if known is None else str(known))
@@ -213,25 +210,3 @@ def main() -> None:
     if code == INTERRUPTED:
         console.note("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _usage(error: Any) -> TrtpipeError:
-    """Our error for an unknown command or option, a missing argument, or a value of the wrong type."""
-    from trtpipe.engines.errors import UsageError, nearest
-
-    context: Any = getattr(error, "ctx", None)
-    command = context.command_path if context else "trtpipe"
-    unknown, known = "", []
-    if context and hasattr(error, "possibilities"):
-        error.possibilities = None  # ours are better
-        unknown = error.option_name.lstrip("-")
-        known = [name[2:] for one in context.command.params for name in one.opts if name.startswith("--")]
-    elif context and error.message.startswith("No such command"):
-        unknown, known = error.message.split("'")[1], list(context.command.commands)
-    dashes = "--" if hasattr(error, "possibilities") else ""
-    near = [dashes + name for name in nearest(unknown, known)]
-    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-    remedy = f"see `{command} --help`"
-    if unknown and not dashes and not near and any("--target" in one.opts for one in context.command.params):
-        remedy = f"a target is named by --target {unknown}; {remedy}"
-    return UsageError(error.format_message().rstrip(".") + meant, remedy=remedy)

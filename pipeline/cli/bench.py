@@ -40,7 +40,9 @@ def bench(
         str | None, _server("URL of an external OpenAI-compatible server: http://host:9000/v1.")
     ] = None,
     openai_model: Annotated[str | None, _server("Name of the model at --openai-url.")] = None,
-    tokenizer: Annotated[Path | None, _server("tokenizer.json of the model of an external server.", **FILE)] = None,
+    tokenizer: Annotated[
+        Path | None, _server("tokenizer.json of an external server's model, or its folder.", exists=True)
+    ] = None,
     metrics_url: Annotated[str | None, _server("Metrics of an external server: http://host:8002/metrics.")] = None,
     load: Annotated[str | None, _load_option("Load of configs/load, or a YAML file.")] = None,
     concurrency: Annotated[
@@ -130,7 +132,7 @@ def bench(
 
 @app.command(cls=SectionedCommand)
 def again(
-    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.", **FILE)],
+    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement, or its folder.", exists=True)],
     report: Annotated[
         Path | None, typer.Option("--report", "-o", help="File of the new report; in reports/TIME-TARGET/ if left out.")
     ] = None,
@@ -140,7 +142,7 @@ def again(
         str | None, typer.Option(help="URL of the OpenAI-compatible server now: http://host:9000/v1.")
     ] = None,
     metrics_url: Annotated[str | None, typer.Option(help="URL of the server's metrics now.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.", **FILE)] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json now, or its folder.", exists=True)] = None,
     as_json: Json = False,
 ) -> None:
     """Repeat a measurement from its report.
@@ -149,7 +151,7 @@ def again(
 
     \b
     Examples:
-      trtpipe bench again reports/latest/report.json
+      trtpipe bench again reports/latest
       trtpipe bench again report.json --report b.json --grpc-url host:8001
     """
     from dataclasses import replace

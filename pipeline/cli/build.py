@@ -233,7 +233,7 @@ def status(
 def export(
     target: TargetArgument,
     out: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
+        str | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
     ] = None,
     sign_key: SignKey = None,
     as_json: Json = False,
@@ -251,10 +251,12 @@ def export(
     from trtpipe.pipeline.registry import export as bundle
     from trtpipe.pipeline.run_folder import require_run
 
-    spec = require_run(target).spec()
+    run = require_run(target)
+    spec, name = run.spec(), f"{run.path.name}.tar"
+    place = Path(name) if out is None else Path(out, name) if out.endswith("/") else Path(out)
     where = "another machine" if spec.sms is None else f"a machine with {spec.gpu.describe()}"
     with console_progress.working("export", target) as progress:
-        path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
+        path = bundle.pack(target, own_store(), place, progress, sign_key=sign_key)
     if as_json:
         console.result_json({"file": path, "bytes": path.stat().st_size})
     else:
@@ -356,9 +358,11 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
     from trtpipe.pipeline.api.build import BuildOptions, layers, resolved
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.layers import assignments
+    from trtpipe.pipeline.matrix import require_one
     from trtpipe.pipeline.resolve import resolve
 
     given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
+    require_one(given)
     given["set"] = assignments(options["settings"] or [])
     given["lora"] = named_folders(options.get("lora"))
     given["tasks"] = [str(file) for file in options.get("tasks") or ()] or None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trtpipe.pipeline.cli.console_text import bounded, one_line, visible
 
@@ -56,7 +56,7 @@ READER_LEFT = 128 + 13
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output whose failures are not taken for those of a file, or of a connection."""
+    """Standard output or standard error, whose failures are not taken for those of a file, or of a connection."""
 
     def write(self, text: str) -> int:
         if text == "":  # click tries streams so, and takes no failure for one
@@ -79,22 +79,26 @@ class _Output(io.TextIOWrapper):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(READER_LEFT) from None
+            if self is sys.stderr:  # where the error would be printed
+                raise SystemExit(HostError.exit_code) from None
             raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
 
 
 def prepare() -> None:
-    """Make standard output say when it fails, and let no output fail for a character that its encoding lacks (LANG=C):
-    the character is written as an escape."""
+    """Make standard output and standard error say when they fail, and let no output fail for a character that its
+    encoding lacks (LANG=C): the character is written as an escape."""
     FLAGS.quiet = FLAGS.verbose = False
     _open_closed()
-    if type(sys.stdout) is io.TextIOWrapper:  # not a test's stream
-        old = sys.stdout
-        sys.stdout = _Output(
-            old.buffer, old.encoding, line_buffering=old.line_buffering, write_through=old.write_through
-        )
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a test's stream
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = _prepared(sys.stdout), _prepared(sys.stderr)
+
+
+def _prepared(stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper:  # a test's stream, or one that is prepared
+        return stream
+    return _Output(
+        stream.buffer, stream.encoding, "backslashreplace",
+        line_buffering=stream.line_buffering, write_through=stream.write_through,
+    )  # fmt: skip
 
 
 def _open_closed() -> None:
@@ -108,9 +112,13 @@ def _open_closed() -> None:
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
-        sys.stdout = _Output(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+        sys.stdout = _reopened(1)
     if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = _reopened(2)
+
+
+def _reopened(number: int) -> TextIO:
+    return _Output(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), "utf-8", "backslashreplace")
 
 
 def out() -> RichConsole:

@@ -65,7 +65,7 @@ def k8s(
     from trtpipe.pipeline.serving import repositories
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
-    name, repository = repositories.find_repository(target)
+    name, repository, _ = repositories.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
@@ -105,7 +105,7 @@ def monitoring(
     from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, GATEWAYS, SCRAPE, SERVERS, write_monitoring
     from trtpipe.pipeline.serving import repositories, servers
 
-    name, repository = repositories.find_repository(target)
+    name, repository, _ = repositories.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
     write_monitoring(

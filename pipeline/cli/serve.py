@@ -92,7 +92,7 @@ def serve(
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
     program = "the runtime's own server" if front == "native" else "tritonserver"
-    console.note(f"starting {program} with " + ", ".join(name for name, _ in found))
+    console.note(f"starting {program} with " + ", ".join(one.name for one in found))
 
     def work(leave: background.Ready | None) -> None:
         with console_progress.working("serve", announce=False) as progress:

@@ -129,4 +129,5 @@ def _percentile(values: Any, percent: float, form: str) -> str | None:
 
 
 def _pair(values: tuple[float, float] | None, form: str) -> str | None:
-    return None if values is None else f"{values[0]:{form}} -> {values[1]:{form}}"
+    """A figure before and after a change; one where they are equal."""
+    return None if values is None else " -> ".join(dict.fromkeys(f"{value:{form}}" for value in values))

@@ -29,7 +29,7 @@ from trtpipe.pipeline.registry.package import (
     planned,
     receive,
 )
-from trtpipe.pipeline.run_folder import find_run
+from trtpipe.pipeline.run_folder import find_run, require_run
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.base import Progress
@@ -61,7 +61,7 @@ def pack(
     Raises UsageError, also for a device or a pipe, or InputDataError for a missing artefact.
     """
     if out.is_dir():
-        out = out / f"{target}.tar"
+        out = out / f"{require_run(target).path.name}.tar"
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
     require_replaceable(out)

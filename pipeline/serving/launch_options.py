@@ -182,7 +182,7 @@ def gateway_model(
     target: str, names: tuple[str, ...], tool_format: str | None, *, reasoning: bool = True
 ) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
-    found, repository = find_repository(target)
-    passport = read_passport(repository / ENGINE_FOLDER)
-    served = Served(name=found, repository=repository, names=names)
-    return _gateway_model(served, passport, repository / ADAPTER_FOLDER, tool_format, reasoning=reasoning)
+    found = find_repository(target)
+    passport = read_passport(found.folder / ENGINE_FOLDER)
+    served = Served(name=found.name, repository=found.folder, names=names)
+    return _gateway_model(served, passport, found.folder / ADAPTER_FOLDER, tool_format, reasoning=reasoning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,24 +38,25 @@ def launch(
     Raises UsageError for a runtime without one and for an option of the gateway, HostError (port taken, no Docker), or
     StageFailed with the server's own reason.
     """
-    port = _port(options)
+    _require_own(options)
+    assert options.openai is not None
     # The first name is the name of a folder too.
     if any("/" in name or name in (".", "..") for name in served.model_names):
         raise UsageError("a name of --served-model-name holds a /", remedy="give one without")
+    make = partial(
+        load_backend(passport.runtime).native_server, tokenizer=served.tokenizer.resolve(), host=options.host,
+        names=served.model_names, on_cpu=passport.gpu == "cpu",
+    )  # fmt: skip
+    artefact = (served.repository / ENGINE_FOLDER).resolve()
+    make(artefact, port=options.openai)  # what the runtime refuses is said before its port is looked at
+    port = ports.free_ports(options.host, openai=options.openai)["openai"]
     folder = store.home / "servers" / served.name / "native"
     engine = folder / served.model_names[0]
     folder.mkdir(parents=True, exist_ok=True)
     for link in folder.iterdir():
         link.unlink()
-    engine.symlink_to((served.repository / ENGINE_FOLDER).resolve())
-    spec = load_backend(passport.runtime).native_server(
-        engine,
-        served.tokenizer.resolve(),
-        host=options.host,
-        port=port,
-        names=served.model_names,
-        on_cpu=passport.gpu == "cpu",
-    )
+    engine.symlink_to(artefact)
+    spec = make(engine, port=port)
     image = server_image(options, passport) if spec.in_image else None
     if image is not None:
         DockerExecutor(image).require()
@@ -87,8 +89,8 @@ def launch(
     return server, process
 
 
-def _port(options: LaunchOptions) -> int:
-    """The port to listen on. Raises UsageError for an option of the gateway, HostError for a port in use."""
+def _require_own(options: LaunchOptions) -> None:
+    """Raises UsageError for an option of the gateway."""
     of_gateway = {
         "--no-openai": options.openai is None,
         "--api-keys-file or TRTPIPE_API_KEYS": bool(access.read_keys(options.api_keys_file)),
@@ -107,8 +109,6 @@ def _port(options: LaunchOptions) -> int:
                 why="with --front native the runtime's own server stands alone",
                 remedy="leave it out, or serve with --front triton",
             )
-    assert options.openai is not None
-    return ports.free_ports(options.host, openai=options.openai)["openai"]
 
 
 def _start(

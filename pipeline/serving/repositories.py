@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
@@ -16,8 +17,20 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 SERVERS = ("auto", "local", "docker")
 
 
-def find_repository(target: str | None) -> tuple[str, Path]:
-    """(name, folder) of the repository to serve: a target of ./runs, a folder, or the newest run. Raises UsageError."""
+class Found(NamedTuple):
+    """A repository to serve.
+
+    name    of its target, or of its folder
+    source  run folder that has it, or the folder itself: `reload` finds the target's next repository there
+    """
+
+    name: str
+    folder: Path
+    source: Path | None = None
+
+
+def find_repository(target: str | None) -> Found:
+    """The repository to serve: of a target in ./runs, in a folder, or of the newest run. Raises UsageError."""
     if target is None:
         runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
         if not runs:
@@ -27,22 +40,24 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         target = runs[-1].parent.name
     run = find_run(target)
     if run is not None:
-        return run.path.name, run.linked("repository")
+        return Found(run.path.name, run.linked("repository"), run.path.absolute())
     folder = Path(target)
     if (folder / "repository").is_dir():
-        return folder.resolve().name, (folder / "repository").resolve()
+        return Found(folder.resolve().name, (folder / "repository").resolve(), folder.absolute())
     if (folder / "tensorrt_llm" / "config.pbtxt").is_file():
-        return folder.resolve().name, folder.resolve()
+        return Found(folder.resolve().name, folder.resolve(), folder.absolute())
     raise UsageError(
         f"'{target}' is neither a target in ./runs nor a model repository",
         remedy=SEE_TARGETS,
     )
 
 
-def imports(target: str, repository: Path) -> tuple[str, ...]:
-    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
-    run = RunFolder.of(target)
-    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
+def imports(found: Found) -> tuple[str, ...]:
+    """A phrase for each artefact of a run folder that was made elsewhere; none for another folder."""
+    if found.source is None:
+        return ()
+    run = RunFolder(found.source)
+    own = (run.path / "repository").is_dir() and run.linked("repository") == found.folder.resolve()
     return tuple(run.imports()) if own else ()
 
 

@@ -22,6 +22,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.traces import traces_url
+from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.serving import (
     adapters,
     engine_python,
@@ -45,6 +46,7 @@ from trtpipe.pipeline.serving.launch_options import (
 from trtpipe.pipeline.serving.logs import log_path
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import (
+    Found,
     called,
     check_passport,
     choose_server,
@@ -78,10 +80,10 @@ START_CRASH = "boost::interprocess::lock_exception"
 
 
 def launch(
-    targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None],
+    targets: Sequence[Found], store: Store, options: LaunchOptions, note: Callable[[str], None],
     show: Show = lambda stage, detail: None,
 ) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
-    """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
+    """Start one server for the repositories of `targets`; return when each has answered a request.
 
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
@@ -89,9 +91,9 @@ def launch(
     for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
         if given and len(targets) > 1:
             raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
-    passports = [check_passport(name, repository) for name, repository in targets]
-    require_alike([target for target, _ in targets], passports)
-    for name, repository in targets:
+    passports = [check_passport(name, repository) for name, repository, _ in targets]
+    require_alike([target.name for target in targets], passports)
+    for name, repository, _ in targets:
         place = called(name, repository)
         compatibility.require_trusted(place, repository, store, allow_code=options.allow_model_code)
         require_sound(place, check_repository(repository), remedy=f"run `trtpipe check {place}` for all")
@@ -103,7 +105,7 @@ def launch(
         backend = load_backend(passport.runtime)
         python = engine_python.choose(backend, on_cpu=passport.sm is None, asked=options.engine_python)
         options = replace(options, engine_python=python)
-    name = "+".join(target for target, _ in targets)
+    name = "+".join(target.name for target in targets)
     with starting(store, name):
         for server in running(store):
             if server.name == name and server.watcher != os.getpid():
@@ -114,7 +116,7 @@ def launch(
 
 
 def _launch(
-    name: str, targets: Sequence[tuple[str, Path]], passports: Sequence[Passport], kind: str, store: Store,
+    name: str, targets: Sequence[Found], passports: Sequence[Passport], kind: str, store: Store,
     options: LaunchOptions, note: Callable[[str], None], show: Show,
 ) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
     passport = passports[0]
@@ -187,17 +189,18 @@ def _launch(
     return server, process
 
 
-def _served(targets: Sequence[tuple[str, Path]], options: LaunchOptions) -> tuple[Served, ...]:
+def _served(targets: Sequence[Found], options: LaunchOptions) -> tuple[Served, ...]:
     alone = len(targets) == 1
     return tuple(
         Served(
-            name=target,
-            repository=repository,
-            prefix="" if alone else f"{target}.",
-            imported=imports(target, repository),
+            name=found.name,
+            repository=found.folder,
+            source=found.source,
+            prefix="" if alone else f"{found.name}.",
+            imported=imports(found),
             names=options.model_names,
         )
-        for target, repository in targets
+        for found in targets
     )
 
 
@@ -283,18 +286,19 @@ def reload(
     if server.native:
         raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
     if target is None:
-        fresh = {one.name: find_repository(one.name)[1] for one in server.served}
+        fresh = {one.name: find_repository(_source(one)) for one in server.served}
     else:
-        found, repository = find_repository(target)
+        known = [_source(one) for one in server.served if one.name == target and find_run(target) is None]
+        found = find_repository(known[0] if known else target)
         # A server's only target may be replaced by a target of another name.
-        fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
+        fresh = {server.find(found.name if len(server.served) > 1 else None).name: found}
     for one in server.served:
         if one.name in fresh:
-            compatibility.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
-            _require_same_kind(one, fresh[one.name])
+            compatibility.require_trusted(one.name, fresh[one.name].folder, store, allow_code=allow_model_code)
+            _require_same_kind(one, fresh[one.name].folder)
     served = tuple(
-        replace(one, repository=fresh[one.name], imported=imports(target or one.name, fresh[one.name]))
-        if one.name in fresh else one
+        replace(one, repository=now.folder, source=now.source, imported=imports(now))
+        if (now := fresh.get(one.name)) else one
         for one in server.served
     )  # fmt: skip
     lay_out_models(served, store.home / "servers" / server.name)
@@ -306,6 +310,11 @@ def reload(
         smoke(renewed, one)
     remember(store, renewed)
     return renewed, loaded
+
+
+def _source(served: Served) -> str:
+    """Where a target's repository is found anew, from whichever folder `reload` is called."""
+    return served.name if served.source is None else str(served.source)
 
 
 def _require_same_kind(served: Served, repository: Path) -> None:

@@ -33,6 +33,7 @@ class Served:
 
     name    of the target it comes from
     names   of the model at the gateway, whose answers bear the first; the target's name if left out
+    source  run folder that it comes from, or the folder itself; None in records of earlier versions
     prefix  prefix of its models' names; empty where it is the server's only one
     imported  a phrase for each artefact behind it that was made elsewhere
     """
@@ -42,6 +43,11 @@ class Served:
     prefix: str = ""
     imported: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    source: Path | None = None
+
+    def comes_from(self, run: Path) -> bool:
+        """Whether it is what a run folder has, and not a target of the same name in another folder."""
+        return self.name == run.name if self.source is None else self.source.resolve() == run.resolve()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -149,7 +155,14 @@ def read_server(path: Path) -> Server:
     raw = read_json(path, "record")
     try:
         served = [
-            Served(**{**one, "repository": Path(one["repository"]), "imported": tuple(one.get("imported", ()))})
+            Served(
+                **{
+                    **one,
+                    "repository": Path(one["repository"]),
+                    "imported": tuple(one.get("imported", ())),
+                    "source": None if one.get("source") is None else Path(one["source"]),
+                }
+            )
             for one in raw["served"]
         ]
         points = Endpoints(**raw["endpoints"])

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.pipeline.run_folder import RUNS, RunFolder, require_run
-from trtpipe.pipeline.serving.servers import running
+from trtpipe.pipeline.serving.servers import Server, running
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
@@ -43,9 +43,14 @@ class Target:
 
 def list_targets(store: Store) -> list[Target]:
     """The targets in ./runs by name."""
-    servers = {served.name: server.name for server in running(store) for served in server.served}
+    servers = running(store)
     runs = [RunFolder(plan.parent) for plan in sorted(RUNS.glob("*/plan.json"))]
-    return [_describe(run, store, servers.get(run.path.name)) for run in runs]
+    return [_describe(run, store, _server_of(run.path, servers)) for run in runs]
+
+
+def _server_of(run: Path, servers: Sequence[Server]) -> str | None:
+    """Name of the server that has what is in a run folder."""
+    return next((server.name for server in servers for served in server.served if served.comes_from(run)), None)
 
 
 def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
@@ -82,16 +87,39 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
 
 
 def remove_targets(names: Sequence[str], store: Store) -> list[str]:
-    """Delete run folders; `trtpipe gc` then drops what only they referred to. Returns the names of the targets.
+    """Delete run folders; `trtpipe gc` then drops what only they referred to. Of a link to one the link alone goes.
+    Returns the names of the targets, and the paths of those outside ./runs.
 
-    Raises UsageError, before anything is deleted, for an unknown target and for one that is served.
+    Raises UsageError, before anything is deleted, for an unknown target, for one that is served, and for another
+    program's folder with a plan.json.
     """
-    runs = [require_run(name) for name in names]
-    servers = {served.name: server.name for server in running(store) for served in server.served}
-    for run in runs:
-        if run.path.name in servers:
-            stop = f"trtpipe stop {servers[run.path.name]}"
-            raise UsageError(f"{run.path.name} is served", remedy=f"run `{stop}` first")
-    for path in dict.fromkeys(run.path for run in runs):
-        shutil.rmtree(path)
-    return [run.path.name for run in runs]
+    paths = list(dict.fromkeys(_path(name) for name in names))
+    servers = running(store)
+    for path in paths:
+        if path.is_symlink():
+            continue
+        if path.parent != RUNS and not RunFolder(path).started(store):
+            raise UsageError(
+                f"{path} is no run folder of {store.home}", remedy="give a name of `trtpipe ls`, or remove it yourself"
+            )
+        if server := _server_of(path, servers):
+            raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
+    for path in paths:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # it names the file without its folder
+                raise HostError(
+                    f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
+                ) from None
+    return [path.name if path.parent == RUNS else str(path) for path in paths]
+
+
+def _path(name: str) -> Path:
+    """The folder or link to remove; ./runs/NAME where it is in ./runs. Raises UsageError for an unknown target."""
+    found = require_run(name).path
+    path = Path(name) if found.parent != RUNS and Path(name).is_symlink() else found
+    here = RUNS / path.name
+    return here if path.parent.resolve() == RUNS.resolve() else path

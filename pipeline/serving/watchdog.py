@@ -25,6 +25,7 @@ from trtpipe.pipeline.net import triton_metrics
 from trtpipe.pipeline.serving import model_control, server_log, tritonserver
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
+from trtpipe.pipeline.serving.repositories import Found
 from trtpipe.pipeline.serving.serve import end, launch
 from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
 from trtpipe.pipeline.store.store import Store
@@ -190,7 +191,9 @@ def _start_again(
     openai = None if kept or server.gateway_url is None else int(server.gateway_url.rpartition(":")[2])
     points = server.endpoints
     again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
-    started, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
+    started, process = launch(
+        [Found(one.name, one.repository, one.source) for one in server.served], store, again, note
+    )
     if kept:
         started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url, keyed=server.keyed)
     started = replace(started, watcher=os.getpid())

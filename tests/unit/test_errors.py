@@ -76,6 +76,18 @@ def test_a_permission_names_the_file_and_a_place_that_helps(tmp_path: Path) -> N
         assert message(path).endswith("; set TRTPIPE_HOME to a folder that you may write")
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the temporary file that was to be in it, nor what a link was to lead to."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    (tmp_path / "mine").mkdir()
+    for paths in ((tmp_path / "mine" / ".out.123",), ("/elsewhere/files", None, str(tmp_path / "mine" / ".model.7"))):
+        assert str(translate(OSError(errno.EROFS, "Read-only file system", *paths))) == (
+            f"folder {tmp_path / 'mine'} cannot be written: Read-only file system; "
+            "check the permissions, or name another place"
+        )
+
+
 def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "home" / "roots")
     known = translate(NotADirectoryError(errno.ENOTDIR, "Not a directory", path))

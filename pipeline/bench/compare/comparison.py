@@ -147,10 +147,10 @@ class Comparison:
                 continue
             better = sum(cell.better is True for cell in judged)
             worse = sum(cell.better is False for cell in judged)
-            chance = len(judged) * (100 - COVERAGE[1] + COVERAGE[0]) / 100
+            chance = 100 - COVERAGE[1] + COVERAGE[0]
             out.append(
                 f"{letter} against A: of {len(judged)} figures {worse} significantly worse, {better} better; "
-                f"about {chance:.0f} of as many would differ by chance alone"
+                f"by chance alone {chance:.0f} of 100 figures would differ so"
                 + ("" if self.repeated else ", and more from one run to the next: --repeat tells how much")
             )
         return out

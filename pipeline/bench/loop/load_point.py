@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
@@ -27,7 +27,6 @@ from trtpipe.pipeline.bench.loop.driver import Client as ClientFigures
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
-from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.protocols.transport import Client, ReadIds
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
 from trtpipe.pipeline.bench.results.report import LoadPointResult, load_point_result
@@ -36,6 +35,9 @@ from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.results.window import Window, closed_window
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 
 # Requests per slot made before the clock starts, where their total number is unknown, or more than MOST_AHEAD.
 AHEAD = 4

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.engines.files import file_in
 from trtpipe.engines.json_input import load_json
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.results.digest import digest
+from trtpipe.pipeline.bench.results.folders import FILE
 from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.page import render
 from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
@@ -48,10 +50,12 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
 
 
 def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
-    """The options of a report.json, to repeat its run; `tokenizer` replaces one that is stored elsewhere now.
+    """The options of a report.json, or of a folder with one, to repeat its run; `tokenizer`, likewise a file or a
+    folder, replaces one that is stored elsewhere now.
 
     Raises InputDataError for a file that is not a report, and for one whose input files have changed: another run.
     """
+    path = file_in(path, FILE)
     try:
         report = load_json(path)
     except (OSError, ValueError) as error:
@@ -63,7 +67,8 @@ def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
     digests = report.get("work_sha256", {})
     if not isinstance(digests, dict):
         raise InputDataError(f"{path} is damaged", why="work_sha256 is not a mapping", remedy="measure anew")
-    options = replace(options, tokenizer=tokenizer or options.tokenizer)
+    if tokenizer is not None:
+        options = replace(options, tokenizer=file_in(tokenizer, "tokenizer.json"))
     then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
     for file, sha256 in then.items():
         if digest(Path(file)) != sha256:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import TrtpipeError
-from trtpipe.pipeline.bench.monitors.server import SERVER_METRICS
 from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
@@ -177,6 +176,8 @@ class BenchReport:
 
         records, records_sha256  name and digest of the file with every request
         """
+        from trtpipe.pipeline.bench.monitors.server import SERVER_METRICS
+
         return {
             "schema": SCHEMA,
             "verdict": self.verdict(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +91,9 @@ def test_commands_ask_which_is_meant(both: Both, tmp_path: Path) -> None:
     assert [level["requests"]["succeeded"] for level in asked["levels"]] == [4, 4]
 
 
-def test_one_is_loaded_anew_while_the_other_serves(both: Both) -> None:
-    done = both.cli.ok("reload", both.second, "--server", both.record["server"])
+def test_one_is_loaded_anew_while_the_other_serves(both: Both, tmp_path: Path) -> None:
+    elsewhere = replace(both.cli, folder=tmp_path)  # the target is found in the folder in which it was served
+    done = elsewhere.ok("reload", both.second, "--server", both.record["server"])
     assert done.out.count("\n") == 2
     assert done.out.endswith(f"--target {both.first}\n")
     log = Path(both.record["log"])

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_names_that_are_not_served(front: Front) -> None:
 def test_reload_keeps_what_was_added(front: Front, cli: Cli, tmp_path: Path) -> None:
     cli.ok("lora", "add", f"kept={write_adapter(tmp_path / 'kept', front.model, seed=5, size=3)}", *HERE)
     before = text(front, f"{TARGET}:kept")
-    cli.ok("reload", *HERE)
+    replace(cli, folder=tmp_path).ok("reload", *HERE)  # also from a folder without runs
     assert models(front) == [TARGET, f"{TARGET}:first", f"{TARGET}:kept"]
     assert text(front, f"{TARGET}:kept") == before
     cli.ok("lora", "remove", "kept", *HERE)

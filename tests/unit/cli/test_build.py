@@ -236,6 +236,31 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     assert not list((store.home / "artefacts").glob("*/*"))
 
 
+def test_rm_removes_only_what_is_meant(
+    build: Run, run: Run, model: Path, store: Store, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    build(model)
+    made = in_folder / "runs" / "tiny.cpu.fp32"
+    (in_folder / "app").mkdir()
+    (in_folder / "app" / "plan.json").write_text("{}")
+    refused = run("rm", "tiny.cpu.fp32", "app")
+    assert (refused.status, refused.error()) == (
+        2,
+        f"{in_folder / 'app'} is no run folder of {store.home}; give a name of `trtpipe ls`, or remove it yourself",
+    )
+    (in_folder / "runs" / "link").symlink_to("tiny.cpu.fp32")
+    assert run("rm", "runs/link").out == "removed link\n"
+    remember(store, "tiny.cpu.fp32", source=made)
+    assert run("rm", "tiny.cpu.fp32").error() == "tiny.cpu.fp32 is served; run `trtpipe stop tiny.cpu.fp32` first"
+    remember(store, "tiny.cpu.fp32", source=in_folder / "elsewhere" / "tiny.cpu.fp32")
+    assert rows(run("ls").out)[1][-1] == "-"
+    monkeypatch.chdir(in_folder / "app")
+    assert made.is_dir()
+    assert run("rm", str(made)).out.startswith(f"removed {made}\n")
+    assert not made.exists()
+
+
 def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) -> None:
     build(model)
     for folder in ("runs/tiny.cpu.fp32", "runs/tiny.cpu.fp32/", Path("runs/tiny.cpu.fp32").absolute()):
@@ -243,8 +268,14 @@ def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) 
         assert run("passport", folder).status == 0
         assert run("provenance", folder).status == 0
         assert find_repository(str(folder))[0] == "tiny.cpu.fp32"
-    assert run("export", "runs/tiny.cpu.fp32").status == 0
-    assert Path("tiny.cpu.fp32.tar").is_file()
+    Path("packed").mkdir()
+    for out in ([], ["-o", "packed"], ["-o", "packed/"]):
+        assert run("export", "runs/tiny.cpu.fp32", *out).status == 0
+        (Path("packed" if out else "") / "tiny.cpu.fp32.tar").unlink()
+    assert run("export", "runs/tiny.cpu.fp32", "-o", "nowhere/").error() == (
+        "there is no folder nowhere; make it, or give another --output"
+    )
+    assert not Path("nowhere").exists()
 
 
 def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:

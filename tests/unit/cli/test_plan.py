@@ -78,7 +78,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--page", "/"], "/ is a folder; give the name of a file"),
         (["--page", ""], ". is a folder; give the name of a file"),
         (["--disaggregated", "999999999"],
-         "Invalid value for '--disaggregated': 999999999 is not in the range x<=256; see `trtpipe plan --help`"),
+         "--disaggregated is 999999999; give a whole number up to 256; see `trtpipe plan --help`"),
         (["--load", "chatt"], "unknown load 'chatt': there is no such file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),

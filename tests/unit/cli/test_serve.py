@@ -140,8 +140,7 @@ def test_a_run_is_found_by_name_or_path_and_named_without_a_slash(in_folder: Pat
     (in_folder / "runs" / "t.cpu.bf16").mkdir(parents=True)
     (in_folder / "runs" / "t.cpu.bf16" / "repository").symlink_to(repository)
     found = find_repository(target if target is None else target.format(in_folder))
-    assert found[1] == repository
-    assert found[0] == "t.cpu.bf16"
+    assert found == ("t.cpu.bf16", repository, in_folder / "runs" / "t.cpu.bf16")
 
 
 def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +148,9 @@ def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeyp
     (repository / "tensorrt_llm").mkdir(parents=True)
     (repository / "tensorrt_llm" / "config.pbtxt").touch()
     (repository / "runs").mkdir()
-    assert find_repository(str(repository)) == ("mine", repository)
+    assert find_repository(str(repository)) == ("mine", repository, repository)
     monkeypatch.chdir(repository)
-    assert find_repository(".") == ("mine", repository)
+    assert find_repository(".") == ("mine", repository, repository)
 
 
 def test_the_newest_run_is_served(in_folder: Path) -> None:
@@ -162,7 +161,7 @@ def test_the_newest_run_is_served(in_folder: Path) -> None:
         link.parent.mkdir(parents=True)
         link.symlink_to(in_folder / name)
         os.utime(link, (1, {"older": 1, "old": 2, "newest": 3}[name]), follow_symlinks=False)
-    assert find_repository(None) == ("newest", in_folder / "newest")
+    assert find_repository(None) == ("newest", in_folder / "newest", in_folder / "runs" / "newest")
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

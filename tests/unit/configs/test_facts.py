@@ -9,6 +9,7 @@ import pytest
 
 from trtpipe.configs import facts as config
 from trtpipe.configs.facts import find_gpu, find_model, find_shape, load_gpus, load_models
+from trtpipe.configs.home import default_home
 from trtpipe.configs.read import ConfigError, read_yaml
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource
@@ -297,9 +298,14 @@ def test_an_unknown_name_gets_the_nearest_spelling() -> None:
     with pytest.raises(UsageError) as gpu:
         find_gpu("l40")
     assert str(gpu.value) == "unknown GPU 'l40'; did you mean 'l40s'?"
-    with pytest.raises(UsageError) as far:
-        find_gpu("zzz")
-    assert str(far.value).startswith("unknown GPU 'zzz'; known: a10, a100, ")
+    for name in ("zzz", "rtx3090"):  # no other card is offered
+        with pytest.raises(UsageError) as far:
+            find_gpu(name)
+        own = default_home() / "gpus/NAME.yaml"
+        assert str(far.value) == (
+            f"unknown GPU '{name}'; `trtpipe gpus` lists those that are known; {own} adds one, with the fields of "
+            "`trtpipe gpus h100`"
+        )
 
 
 def test_a_gpu_is_found_by_alias_in_any_case() -> None:

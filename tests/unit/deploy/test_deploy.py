@@ -846,6 +846,7 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
     assert ("create secret generic llama3-8b-h100-fp8-api-keys" in text) == (name not in ("fixed", "trial", "dressed"))
     if case.passport.toolchain:
         assert (find_toolchain(None).driver or "?") in text
+    assert ("tens of gigabytes" in text) == (name not in ("trial", "vllm")), "NVIDIA's image, not ours"
     assert ("LWS_LEADER_ADDRESS" in text) == (name in GROUPS)
     assert ("odls_base_sigkill_timeout" in text) == (
         name == "llmapis" or (case.passport.runtime == "tensorrt_llm" and case.passport.world_size > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.serving import serve
 from trtpipe.pipeline.serving.engine_python import beside
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
+from trtpipe.pipeline.serving.repositories import Found
 from trtpipe.pipeline.serving.servers import Server, recorded
 from trtpipe.pipeline.store.store import Store
 
@@ -151,7 +153,9 @@ def test_what_it_does_not_do_is_refused_before_it_starts(
 ) -> None:
     with pytest.raises(TrtpipeError, match=words.replace("-", r"\-").replace("/", r"\/")):  # noqa: PT012
         chosen = LaunchOptions(**{"front": "native", "openai": 0, "engine_python": python, **options})  # type: ignore[arg-type]
-        serve.launch([(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print)
+        serve.launch(
+            [Found(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print
+        )
     assert not list((default_home() / "logs").glob("serve-*"))
     assert not (default_home() / "servers").exists()
 
@@ -162,6 +166,17 @@ def test_a_runtime_without_a_server_of_its_own_says_so(runtime: str) -> None:
         load_backend(runtime).native_server(
             Path("engine"), Path("tokenizer"), host="127.0.0.1", port=9000, names=("a",), on_cpu=False
         )
+
+
+def test_that_there_is_no_such_server_is_said_before_its_port_is_looked_at(in_folder: Path) -> None:
+    built = trtpipe.build(model=str(hf_folder(in_folder / "tiny")), gpu="cpu", dtype="fp32")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="the reference runtime has no server of its own"),
+        trtpipe.serve(built.target, front="native", openai_port=taken.getsockname()[1]),
+    ):
+        pass
+    assert not (default_home() / "servers").exists()
 
 
 def test_trtllm_serve_calls_the_model_by_the_name_of_its_folder() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import file_in
 from trtpipe.pipeline.bench.compare.importers import (
     aiperf,
     vllm,
@@ -73,7 +74,7 @@ KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join
 
 def read_report(path: Path) -> dict[str, Any]:
     """A report in our schema from any known result file, or from a folder with one. Raises InputDataError."""
-    file = _file(path)
+    file = file_in(path, *USUAL_NAMES)
     values = read_objects(file)
     schema = values[0].get("schema") if len(values) == 1 else None
     if isinstance(schema, str) and schema.startswith(FAMILY):
@@ -156,7 +157,7 @@ def read_records(path: Path, report: dict[str, Any]) -> Iterator[dict[str, Any]]
 
     None where the requests were not kept. Raises InputDataError, also while they are being read.
     """
-    file = _file(path)
+    file = file_in(path, *USUAL_NAMES)
     for tool in TOOLS:
         if (report.get("tool") or {}).get("name") == tool.NAME:
             with _readable(file, tool):
@@ -199,12 +200,3 @@ def _readable(file: Path, tool: _Tool) -> Iterator[None]:
             why=f"{type(error).__name__}: {error}"[:400],
             remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
         ) from None
-
-
-def _file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    for name in USUAL_NAMES:
-        if (path / name).is_file():
-            return path / name
-    raise InputDataError(f"{path} has no result file", why=f"none of {', '.join(USUAL_NAMES)}", remedy="name the file")

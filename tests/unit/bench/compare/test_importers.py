@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.bench_reports import lines, load_point, report, sample, save
 from tests.support.paths import DATA
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
@@ -315,7 +315,7 @@ def test_samples_that_are_none_are_refused(tmp_path: Path, samples: Any, says: s
 def test_a_file_that_is_not_there_and_a_folder_without_one(tmp_path: Path) -> None:
     with pytest.raises(InputDataError, match=r"none\.json cannot be read: No such file.*; give the path of a report"):
         read_report(tmp_path / "none.json")
-    with pytest.raises(InputDataError, match=r"has no result file: none of report\.json"):
+    with pytest.raises(UsageError, match=r"has no report\.json and no "):
         read_report(tmp_path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(InputDataError, match="is not text"):

@@ -202,7 +202,9 @@ def test_samples_of_a_user_s_prompts_are_kept_where_that_is_asked_for(
     found = json.loads(place.read_text())["levels"][0]["samples"]
     assert {(one["prompt"], one["answer"]) for one in found} == {("hello <world>", " the the")}
     assert "hello &lt;world&gt;" in place.with_suffix(".html").read_text()
-    assert len(run(read_again(place), None, None).results[0].samples) == 3
+    again = read_again(tmp_path, tokenizer.parent)
+    assert again.tokenizer == tokenizer
+    assert len(run(again, None, None).results[0].samples) == 3
     assert measure(known, tokenizer, log_samples=False).results[0].samples == ()
 
 
@@ -212,8 +214,11 @@ def test_samples_of_a_user_s_prompts_are_kept_where_that_is_asked_for(
 )
 def test_what_is_no_report(tmp_path: Path, text: str, telling: str) -> None:
     (tmp_path / "report.json").write_text(text)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(InputDataError, match=telling):
         read_again(tmp_path / "report.json")
+    with pytest.raises(UsageError, match=r"folder .*empty has no report.json; name the file"):
+        read_again(tmp_path / "empty")
 
 
 @pytest.fixture
