@@ -246,3 +246,19 @@ def test_a_model_that_dies_again_and_again_is_given_up(monkeypatch: pytest.Monke
             note=lambda text: None,
         )  # fmt: skip
     assert (deaths, ended) == ([], [process])
+
+
+def test_a_server_that_ends_once_more_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was started again once, as it may be; the command then ends with exit code 5."""
+    monkeypatch.setattr(watchdog, "Stubs", lambda pid: SimpleNamespace(wait=lambda: None, close=lambda: None))
+    crashed: Any = SimpleNamespace(poll=lambda: -11)
+    monkeypatch.setattr(watchdog, "_start_again", lambda ended, *given: (ended, crashed))
+    told: list[str] = []
+    options: Any = None
+    with pytest.raises(StageFailed, match="ended by itself") as caught:
+        watchdog.attend(
+            server(None), crashed, Store(tmp_path), options, restarts=1, ready=lambda: None, stopping=lambda: None,
+            note=told.append,
+        )  # fmt: skip
+    assert caught.value.exit_code == 5
+    assert [text.rpartition("; ")[2] for text in told] == ["starting it again", "x serves again"]
