@@ -109,14 +109,14 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
     parts += [_served(name, kept[name], tails) for name in SERVED if name in kept]
     if "sums" in kept:
         parts.append(section_text("Sums over several GPUs", kept["sums"], several_page.sums(kept["sums"]["result"])))
-    several = [kept[name] for name in ("pairs", "fours") if name in kept]
+    several = [kept[name] for name in several_page.PARTS if name in kept]
     found = {
         model: {key: one for section in several for key, one in section["result"].get(model, {}).items()}
         for model in ("llama3-8b", *several_page.MODELS)
     }
     large = kept.get("large_served")
     if large and "in_process" not in large["result"]:
-        found["llama3-70b"][several_page.LARGE] = large["result"]
+        found["llama3-70b"][several_page.SERVED] = large["result"]
     if found["llama3-8b"]:
         lines = several_page.tensor_parallel(found["llama3-8b"], kept.get("sums", {}).get("result", {}))
         parts.append(section_text("Tensor parallelism of the reference runtime", several[0], lines))

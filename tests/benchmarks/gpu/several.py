@@ -105,6 +105,10 @@ FOURS = (
     Job(LLAMA8, "reference", ALL, fp8=False, together=True, nccl=LOADS[:1]),
     Job(LLAMA8, "reference", ALL),
 )
+LARGE = (
+    Job(LLAMA70, "vllm", ALL, fp8=False),
+    Job(LLAMA70, "reference", ALL, fp8=False, waves=FEW),
+)
 
 
 def folder(place: Place, model: str, *, fp8: bool) -> Path:
@@ -210,6 +214,11 @@ def fours(place: Place, out: dict[str, Any], keep: Keep) -> None:
     measure(place, out, keep, FOURS)
 
 
+def large(place: Place, out: dict[str, Any], keep: Keep) -> None:
+    """Llama 3 70B's shapes in BF16 on all: 141 GB of weights, and as many of a checkpoint."""
+    measure(place, out, keep, LARGE)
+
+
 def large_served(place: Place, out: dict[str, Any], keep: Keep) -> None:
     """Llama 3 70B's shapes in FP8 on four GPUs, built by `trtpipe build` from the folder: vLLM alone, behind our fronts
     and behind its own server."""
@@ -237,5 +246,5 @@ def _bench(place: Place, fronts: Sequence[str], out: dict[str, Any], keep: Keep)
 
 
 SECTIONS: dict[str, Callable[[Place, dict[str, Any], Keep], None]] = {
-    "sums": sums, "pairs": pairs, "fours": fours, "large_served": large_served,
+    "sums": sums, "pairs": pairs, "fours": fours, "large": large, "large_served": large_served,
 }  # fmt: skip

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import comparison
-from tests.benchmarks.gpu.several import FOURS, PAIRS
+from tests.benchmarks.gpu.several import FOURS, LARGE, PAIRS
 
-EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS) for job in jobs]
+EXPECTED = [(job.model, job.key) for jobs in (*PAIRS, FOURS, LARGE) for job in jobs]
+# Sections whose engines are shown by model.
+PARTS = ("pairs", "fours", "large")
 # The engine of `large_served`, and two of Mixtral that are compared.
-LARGE = "vLLM fp8, tp 4"
+SERVED = "vLLM fp8, tp 4"
 ONE_GPU, TWO_GPUS = "vLLM fp8, tp 1", "reference fp8, tp 2"
 WAYS = {"nccl": "NCCL", "one_shot": "one-shot", "two_shot": "two-shot"}
 # Sums in a step of Llama 3 8B's 32 layers, and the measured size that is next above one token's 8 KB.
@@ -40,7 +42,7 @@ def large_served(result: Mapping[str, Any], fronts: Callable[[Mapping[str, Any]]
         )
     yield ""
     yield from fronts(whole)
-    yield from comparison.predictions({LARGE: (result["predicted"], result["in_process"])})
+    yield from comparison.predictions({SERVED: (result["predicted"], result["in_process"])})
 
 
 def sums(result: Mapping[str, Any]) -> Iterator[str]:
@@ -213,8 +215,8 @@ def mixtral(result: Mapping[str, Any]) -> Iterator[str]:
 
 def llama70b(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "70 GB of weights from a seed, written in FP8, 128 tokens in and 128 out, all requests starting together. vLLM "
-        "from\nthe folder, in four waves; the reference runtime from our TensorRT-LLM checkpoint, in two.\n"
+        "Weights from a seed, 70 GB in FP8 and 141 in BF16, 128 tokens in and 128 out, all requests starting together. "
+        "vLLM\nfrom the folder, in four waves; the reference runtime from our TensorRT-LLM checkpoint, in two.\n"
     )
     yield from engines(result)
     if not any("in_process" in one for one in result.values()):
@@ -236,18 +238,18 @@ def absent(kept: Mapping[str, Any]) -> Iterator[str]:
     """Measurements that are not there, and why."""
     found = {
         (model, name)
-        for section in ("pairs", "fours")
+        for section in PARTS
         for model, engines in kept.get(section, {}).get("result", {}).items()
         for name, one in engines.items()
         if "in_process" in one
     }
     missing = [f"{model}: {name}" for model, name in EXPECTED if (model, name) not in found]
     if "in_process" not in kept.get("large_served", {}).get("result", {}):
-        missing.append(f"llama3-70b: {LARGE}, alone and behind the fronts")
+        missing.append(f"llama3-70b: {SERVED}, alone and behind the fronts")
     if missing:
         yield (
             "- **Engines of which there are no figures**: the time on machines of four GPUs was used up before they "
             f"were measured.\n  {'; '.join(missing)}.\n"
         )
-    yield "- **Llama 3 70B's shapes in BF16**, and **eight GPUs**: not tried.\n"
+    yield "- **Eight GPUs**: no such machine was at hand.\n"
     yield "- What one GPU of this kind was measured for is in [h100.md](h100.md).\n"

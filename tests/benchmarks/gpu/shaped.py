@@ -1,7 +1,7 @@
 """Folders of large models' shapes with weights from a seed, and engines of them, without a stage's store.
 
-A 70B in bfloat16 would not fit the disk and memory that there are, so FP8 codes are written as they are: normal numbers
-with one scale for all matrices. All weights are cuts of one block of numbers.
+FP8 codes are written as they are: normal numbers with one scale for all matrices. All weights are cuts of one block of
+numbers.
 """
 
 from __future__ import annotations
