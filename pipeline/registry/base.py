@@ -85,17 +85,22 @@ def translated(url: str) -> Iterator[None]:
 
     Libraries raise exceptions of any kind for a malformed answer: a missing field, for example, is a KeyError.
     """
+    remote = "://" in url
     try:
         yield
     except (TrtpipeError, MemoryError, AssertionError):
         raise
     except PermissionError as error:
-        check = "its permissions" if "://" not in url else "your credentials for it"
-        raise HostError(f"{url} does not let you", why=_words(error), remedy=f"check {check}") from None
+        check = "your credentials for it" if remote else "its permissions"
+        raise HostError(
+            f"{url} does not let you", why=error.strerror or _words(error), remedy=f"check {check}"
+        ) from None
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
     except OSError as error:
-        raise HostError(f"{url} cannot be reached or written", why=_words(error)) from None
+        remedy = "check its address and the network" if remote else "check its permissions, or name another folder"
+        why = error.strerror or _words(error)
+        raise HostError(f"{url} cannot be reached or written", why=why, remedy=remedy) from None
     except Exception as error:
         raise HostError(
             f"{url} cannot be used",

@@ -27,7 +27,7 @@ from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, U
 from trtpipe.pipeline.registry import oci_upload, parts, transfer
 from trtpipe.pipeline.registry import s3 as s3_registry
 from trtpipe.pipeline.registry.address import open_registry
-from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.registry.base import Blob, Registry, translated
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving.references import references
@@ -619,6 +619,23 @@ def test_a_bucket_that_is_not_there_is_not_made(
         monkeypatch.setenv(key, value)
     with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
         transfer.push(TARGET, open_registry("s3://modles/x"), made)
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "line"),
+    [
+        ("/nas/models", OSError(30, "Read-only file system", "/nas/models/blobs"),
+         "/nas/models cannot be reached or written: Read-only file system; check its permissions, or name another folder"),
+        ("s3://b/x", ConnectionError("cannot connect to it"),
+         "s3://b/x cannot be reached or written: cannot connect to it; check its address and the network"),
+        ("/nas/models", PermissionError(13, "Permission denied"),
+         "/nas/models does not let you: Permission denied; check its permissions"),
+    ],
+)  # fmt: skip
+def test_what_a_registry_cannot_do_is_told(url: str, error: Exception, line: str) -> None:
+    with pytest.raises(HostError) as caught, translated(url):
+        raise error
+    assert str(caught.value) == line
 
 
 def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
