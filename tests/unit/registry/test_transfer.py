@@ -624,12 +624,12 @@ def test_a_bucket_that_is_not_there_is_not_made(
 @pytest.mark.parametrize(
     ("url", "error", "line"),
     [
-        ("/nas/models", OSError(30, "Read-only file system", "/nas/models/blobs"),
-         "/nas/models cannot be reached or written: Read-only file system; check its permissions, or name another folder"),
+        ("/nas/x", OSError(30, "Read-only file system", "/nas/x/blobs"),
+         "/nas/x cannot be reached or written: Read-only file system; check its permissions, or name another folder"),
         ("s3://b/x", ConnectionError("cannot connect to it"),
          "s3://b/x cannot be reached or written: cannot connect to it; check its address and the network"),
-        ("/nas/models", PermissionError(13, "Permission denied"),
-         "/nas/models does not let you: Permission denied; check its permissions"),
+        ("/nas/x", PermissionError(13, "Permission denied"),
+         "/nas/x does not let you: Permission denied; check its permissions"),
     ],
 )  # fmt: skip
 def test_what_a_registry_cannot_do_is_told(url: str, error: Exception, line: str) -> None:
