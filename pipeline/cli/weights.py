@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Tasks, Toolchain
+from trtpipe.pipeline.cli.options import FILE, FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Tasks, Toolchain
 
 HfFolder = Annotated[Path, typer.Argument(help="A Hugging Face model folder.", **FOLDER)]
 
@@ -137,11 +137,9 @@ def quantize(
     batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a forward pass; fewer take less memory.")
     ] = None,
-    scales: Annotated[
-        Path | None, typer.Option(help="Folder of scales to use instead of calibrating.", **FOLDER)
-    ] = None,
+    scales: Annotated[Path | None, typer.Option(help="File of scales to use instead of calibrating.", **FILE)] = None,
     save_scales: Annotated[
-        Path | None, typer.Option(help="Folder to keep the scales in, for another format or mapping.")
+        Path | None, typer.Option(help="File to keep the scales in, for another format or mapping.")
     ] = None,
     toolchain: Toolchain = None,
     as_json: Json = False,

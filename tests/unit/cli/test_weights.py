@@ -173,7 +173,9 @@ def test_the_log_of_a_failure_stays_and_no_other(
         return []
 
     monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", quantize)
-    done = run("quantize", model, "out", "--quant", "fp8", "--scales", model)
+    scales = tmp_path / "scales.safetensors"
+    scales.touch()
+    done = run("quantize", model, "out", "--quant", "fp8", "--scales", scales)
     assert done.status == 5 * fails, done.err
     logs = list((tmp_path / "home" / "logs").iterdir())
     assert len(logs) == fails
