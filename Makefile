@@ -65,6 +65,8 @@ UNIT := $(SHARED) $(shell expr $$($(CORES)) \* 3 / 2)
 ALL := $(SHARED) $(shell expr $$($(CORES)) + 2)
 # Their files: a process takes 20 seconds to import all others.
 CLOCK = $(shell grep -rl --include='test_*.py' 'mark\.clock' tests)
+# Those that compute models. To import torch takes each process three seconds.
+MODELS = $(shell grep -rlE --include='test_*.py' '^(from|import) (torch|trtpipe.engines.(reference|quantize|accuracy))' tests/unit)
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
@@ -75,8 +77,8 @@ test: environments check ## everything: the checks, the unit tests, attacks, and
 compiled: $(READY)
 	$(BIN)/python -m pytest --collect-only -q > /dev/null
 
-unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' tests/unit
+unit: $(READY) ## tests of each module that need no real server and compute no model (minutes)
+	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' $(addprefix --ignore=,$(MODELS)) tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(UNIT) -m hypothesis --hypothesis-profile thorough

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.long_list import SCHEMA
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Request
@@ -26,16 +27,6 @@ from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import Guide, SamplingParams
 from trtpipe.pipeline.gateway.schemas import checked
 from trtpipe.triton_repo.shared_text import tokenizer_info
-
-# A list longer than an answer, so that every request makes as many tokens as it may. XGrammar compiles each of the
-# items: with a vocabulary of 128,000 a thousand would take 103 MB, of which the reference runtime takes 32.
-ITEM = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "size": {"type": "number"}, "kind": {"enum": ["small", "large"]}},
-    "required": ["name", "size", "kind"],
-    "additionalProperties": False,
-}
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 100}
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from tests.benchmarks.gpu import front_load
 from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
 from tests.benchmarks.gpu.place import Place
 from tests.benchmarks.gpu.sections import Keep
-from tests.benchmarks.guided import SCHEMA
 from tests.support.adapters import write_adapter
+from tests.support.long_list import SCHEMA
 
 # What a server's row of `ps` and a target give: the figures of its loads.
 Loads = Callable[[Mapping[str, Any], str], dict[str, Any]]
