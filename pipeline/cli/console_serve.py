@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.cli import console
@@ -57,8 +58,12 @@ def servers(found: list[Server]) -> None:
             console.result(*(f"{one.name}: {phrase}" for phrase in one.imported))
 
 
-def started(server: Server, *, attached: bool, as_json: bool) -> None:
-    """Print where a started server answers, and what to do next. `attached`: it runs in this terminal."""
+def started(server: Server, *, attached: bool, as_json: bool, certificate: Path | None = None) -> None:
+    """Print where a started server answers, and what to do next.
+
+    attached     it runs in this terminal
+    certificate  of its gateway
+    """
     if as_json:
         console.result_json(facts(server))
         return
@@ -74,11 +79,11 @@ def started(server: Server, *, attached: bool, as_json: bool) -> None:
         ("log", server.log),
     ]
     console.table(("endpoint", "where"), rows)
-    console.result(*(f"next: {command}" for command in first_steps(server)))
+    console.result(*(f"next: {command}" for command in first_steps(server, certificate)))
     console.result("Ctrl-C ends it" if attached else f"to end it: trtpipe stop {server.name}")
 
 
-def first_steps(server: Server) -> list[str]:
+def first_steps(server: Server, certificate: Path | None = None) -> list[str]:
     """Commands to try on a started server."""
     question, first = "What is the capital of France?", server.served[0]
     target = "" if len(server.served) == 1 else f" --target {first.name}"
@@ -86,8 +91,9 @@ def first_steps(server: Server) -> list[str]:
     if server.gateway_url is not None:
         body = {"model": first.model_names[0], "messages": [{"role": "user", "content": question}]}
         key = ' -H "Authorization: Bearer $TRTPIPE_API_KEY"' if server.keyed else ""
+        trusted = f"--cacert {shlex.quote(str(certificate))} " if certificate else ""
         steps.append(
-            f"curl {server.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+            f"curl {trusted}{server.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(body))}"
         )
     if server.native:

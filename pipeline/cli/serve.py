@@ -100,7 +100,7 @@ def serve(
             running, process = serve.launch(found, store, options, console.note, progress.step)
 
         def announce() -> None:
-            console_serve.started(running, attached=leave is None, as_json=as_json)
+            console_serve.started(running, attached=leave is None, as_json=as_json, certificate=tls_cert)
             if leave is not None:
                 leave(running.log)
 

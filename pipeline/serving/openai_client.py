@@ -74,7 +74,9 @@ def _client() -> Any:
 
 
 def _gone(url: str, error: Exception) -> HostError:
-    return HostError(f"{url} does not answer", why=str(error) or type(error).__name__, remedy="see `trtpipe ps`")
+    why = str(error) or type(error).__name__
+    remedy = "SSL_CERT_FILE names the certificates that are trusted" if "CERTIFICATE" in why else "see `trtpipe ps`"
+    return HostError(f"{url} does not answer", why=why, remedy=remedy)
 
 
 def refused(server: str, message: str, status: int) -> TrtpipeError:

@@ -19,9 +19,10 @@ import pytest
 
 from tests.support.gateways import CHAT, chat
 from tests.unit.gateway.conftest import options
-from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.gateway import process, supervisor
 from trtpipe.pipeline.gateway.supervisor import Gateway
+from trtpipe.pipeline.serving import openai_client
 
 # A gateway makes prompts in processes of its own.
 pytestmark = pytest.mark.process
@@ -60,7 +61,9 @@ def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path)
 
 @pytest.mark.loopback
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_a_gateway_with_a_certificate_serves_https(folder: Path, tmp_path: Path) -> None:
+def test_a_gateway_with_a_certificate_serves_https(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
@@ -74,6 +77,13 @@ def test_a_gateway_with_a_certificate_serves_https(folder: Path, tmp_path: Path)
         assert httpx.get(f"{gateway.url}/health/live", verify=trusting, trust_env=False).text == "live\n"
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{gateway.options.port}/health/live", trust_env=False)
+        with pytest.raises(
+            HostError, match=r"does not answer: .*; SSL_CERT_FILE names the certificates that are trusted"
+        ):
+            openai_client.post(gateway.url, "/v1/completions", {})
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        with pytest.raises(UsageError, match="model"):  # it answers, and refuses an empty request
+            openai_client.post(gateway.url, "/v1/completions", {})
     finally:
         gateway.stop()
 

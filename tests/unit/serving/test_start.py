@@ -110,3 +110,4 @@ def test_the_first_commands_are_such_as_a_shell_takes(*, keyed: bool) -> None:
     assert words[:2] == ["curl", "http://127.0.0.1:9/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's"
     assert ("Authorization: Bearer $TRTPIPE_API_KEY" in words) is keyed
+    assert first_steps(server, Path("/my cert.pem"))[1].startswith("curl --cacert '/my cert.pem' http")
