@@ -89,7 +89,10 @@ def resolve(
     if model.stored is not None:
         require_readable(model.name, model.stored, runtime)
     if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
-        raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
+        raise UsageError(
+            "--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are",
+            remedy="leave it out, and set sizes by --set build.max_batch_size=8 and the like",
+        )  # fmt: skip
     if shape is not None:
         # Given values take precedence over planned ones.
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu

@@ -107,7 +107,10 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
             why="a pickle can run code when it is loaded",
             remedy="use the model's safetensors revision, or save it again with save_pretrained",
         )
-    raise InputDataError(f"{folder} has no weights", why=f"neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    raise InputDataError(
+        f"{folder} has no weights", why=f"neither {SINGLE_NAME} nor {INDEX_NAME} is there",
+        remedy="download the model again, as safetensors",
+    )  # fmt: skip
 
 
 def require_tokenizer(folder: Path) -> None:

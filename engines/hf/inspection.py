@@ -110,7 +110,7 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
         mapping={"shards": len({tensor.path for tensor in tensors}), "index": (folder / INDEX_NAME).is_file()},
         quantization=quantization,
         tensors=tuple(map(_info, tensors)),
-        problems=tuple(problems),
+        problems=tuple(dict.fromkeys(problems)),
         notes=notes,
     )
 
@@ -131,7 +131,7 @@ def _tensorrt_llm(folder: Path, raw: dict[str, Any]) -> Inspection:
         mapping=mapping,
         quantization=quantization,
         tensors=tuple(map(_info, tensors)),
-        problems=tuple(problems),
+        problems=tuple(dict.fromkeys(problems)),
     )
 
 

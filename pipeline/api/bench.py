@@ -393,16 +393,16 @@ def require_room(work: Work, name: str, repository: Path) -> None:
         return
     build = read_passport(repository / ENGINE_FOLDER).build_config
     longest = prompt.value + (answer.value if isinstance(answer, Fixed) else 1)
-    for what, length, limit in (
-        ("prompts", prompt.value, "max_input_len"),
-        ("prompt and answer", longest, "max_seq_len"),
-    ):
-        if length > build.get(limit, math.inf):
-            raise UsageError(
-                f"{what} of {length:,.0f} tokens are more than {name} takes",
-                why=f"its {limit} is {build[limit]:,}",
-                remedy=f"ask for fewer or, if the model takes them, build with --set build.{limit}={length:.0f}",
-            )
+    lengths = (("prompts", prompt.value, "max_input_len"), ("prompt and answer", longest, "max_seq_len"))
+    over = [one for one in lengths if one[1] > build.get(one[2], math.inf)]
+    if over:
+        what, length, limit = over[0]
+        larger = " ".join(f"--set build.{limit}={length:.0f}" for _, length, limit in over)
+        raise UsageError(
+            f"{what} of {length:,.0f} tokens are more than {name} takes",
+            why=f"its {limit} is {build[limit]:,}",
+            remedy=f"ask for fewer or, if the model takes them, build with {larger}",
+        )
 
 
 def _urls(server: Server) -> dict[str, str | None]:

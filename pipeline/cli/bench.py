@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, in_section
 from trtpipe.pipeline.cli.options import FILE, Json, numbers
 
@@ -25,7 +26,9 @@ _goal, _client = in_section("Objectives"), in_section("Client and report")
 @app.callback()
 def bench(
     context: typer.Context,
-    server: Annotated[str | None, _server("Name of a running server; the only one if left out.")] = None,
+    server: Annotated[
+        str | None, _server("Name of a running server; the only one if left out.", autocompletion=complete.servers)
+    ] = None,
     target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
     protocol: Annotated[
         str | None,
@@ -44,7 +47,9 @@ def bench(
         Path | None, _server("tokenizer.json of an external server's model, or its folder.", exists=True)
     ] = None,
     metrics_url: Annotated[str | None, _server("Metrics of an external server: http://host:8002/metrics.")] = None,
-    load: Annotated[str | None, _load_option("Load of configs/load, or a YAML file.")] = None,
+    load: Annotated[
+        str | None, _load_option("Load of configs/load, or a YAML file.", autocompletion=complete.of("load"))
+    ] = None,
     concurrency: Annotated[
         str | None, _load_option("Numbers of requests in flight, one load point each: 1,4,16.")
     ] = None,

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 POINTS = ("p50", "p90", "p99")
 # Columns of output that goes into a pipe or a file.
 PIPED_WIDTH = 100
-# Columns of a line of progress that goes into a pipe or a file.
-LOG_WIDTH = 80
 # Seconds between lines of progress where stderr is not a terminal.
 PERIOD_S = 15.0
 # Most characters of a line in the head of a column.
@@ -65,7 +63,7 @@ class _Log:
         if at.state == "begun":
             _write(f"{at.name}: begins" + (f", {at.total:,} requests" if at.total else ""))
         elif at.state == "ended":
-            _write_folded(ended_line(at), LOG_WIDTH)
+            _write(ended_line(at))
         elif self._next <= now:
             if self._next:
                 _write(running_line(at))
@@ -86,7 +84,8 @@ class _Status:
     def tell(self, at: Progress) -> None:
         if at.state == "ended":
             self.close()
-            _write_folded(ended_line(at), shutil.get_terminal_size().columns)
+            for part in textwrap.wrap(ended_line(at), shutil.get_terminal_size().columns, subsequent_indent="  "):
+                _write(part)
         elif at.state == "running":
             self.close()
             _write(running_line(at, shutil.get_terminal_size().columns - 1), end="")
@@ -98,11 +97,6 @@ class _Status:
 def _write(line: str, end: str = "\n") -> None:
     sys.stderr.write(bounded(line) + end)
     sys.stderr.flush()
-
-
-def _write_folded(line: str, width: int) -> None:
-    for part in textwrap.wrap(bounded(line), width, subsequent_indent="  "):
-        _write(part)
 
 
 def running_line(at: Progress, width: int = 1000) -> str:

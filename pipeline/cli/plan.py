@@ -45,7 +45,10 @@ def plan(
     toolchain: Annotated[
         str | None, typer.Option(help="Release of TensorRT-LLM to plan for; the default toolchain's if left out.")
     ] = None,
-    load: Annotated[str | None, typer.Option(help="Load of configs/load, or a YAML file, for its lengths.")] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(help="Load of configs/load, or a YAML file, for its lengths.", autocompletion=complete.of("load")),
+    ] = None,
     input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, as in `trtpipe bench`.")] = None,
     rate: Annotated[

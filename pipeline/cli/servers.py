@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, own_store
 
 
@@ -32,7 +33,9 @@ def ps(as_json: Json = False) -> None:
 def logs(
     server: Annotated[
         str | None,
-        typer.Option(help="Name of a server, running or ended; the only one if left out."),
+        typer.Option(
+            help="Name of a server, running or ended; the only one if left out.", autocompletion=complete.servers
+        ),
     ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Number of last lines.")] = 50,
     follow: Annotated[
@@ -106,7 +109,9 @@ def reload(
 
 
 def stop(
-    name: Annotated[str | None, typer.Argument(help="A server's name; the only one if left out.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A server's name; the only one if left out.", autocompletion=complete.servers)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop every server.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Json, TargetArgument
 
 
@@ -16,7 +17,9 @@ def tune(
     find: Annotated[str, typer.Option(help="What is made highest within --slo: max-goodput or max-rate.")] = (
         "max-goodput"
     ),
-    load: Annotated[str | None, typer.Option(help="Load of configs/load, or a YAML file.")] = None,
+    load: Annotated[
+        str | None, typer.Option(help="Load of configs/load, or a YAML file.", autocompletion=complete.of("load"))
+    ] = None,
     input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, as in `trtpipe bench`.")] = None,
     protocol: Annotated[str, typer.Option(help="Protocol: grpc, http, completions or chat.")] = "grpc",

@@ -25,6 +25,11 @@ from tests.unit.cli.conftest import Run
         ("trtpipe serve mi", ["mine.cpu.fp32"]),
         ("trtpipe generate Hello --server up", ["up"]),
         ("trtpipe completion z", ["zsh"]),
+        ("trtpipe bench --load cha", ["chat"]),
+        ("trtpipe plan --load cha", ["chat"]),
+        ("trtpipe tune --load cha", ["chat"]),
+        ("trtpipe stop u", ["up"]),
+        ("trtpipe logs --server u", ["up"]),
     ],
 )
 def test_names_that_continue_a_word(
