@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,3 +42,12 @@ def test_the_readme_fits_a_terminal() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 80
+
+
+def test_the_image_is_built_from_files_that_docker_is_given() -> None:
+    """A slow test builds it."""
+    given = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert not {name for name in given if not (ROOT / name).exists()}
+    named = set(re.findall(r"/src/([\w.-]+)", (ROOT / "Dockerfile").read_text()))
+    assert named == {"constraints.txt"}
+    assert named <= given
