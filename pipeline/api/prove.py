@@ -192,6 +192,8 @@ def _served(spec: BuildSpec, model: str, engine_python: str | None) -> tuple[str
             client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
             output_tokens=OUTPUT_TOKENS,
         )  # fmt: skip
+    if report.interrupted:
+        raise KeyboardInterrupt
     if report.broken is not None:
         raise report.broken
     speeds = [

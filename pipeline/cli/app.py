@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[Callable[..., Any] | str, ...]] = {
 INTERRUPTED = 130
 ENVIRONMENT = (
     ("TRTPIPE_HOME", "Folder of artefacts, logs and your own GPUs; ~/.cache/trtpipe."),
-    ("TRTPIPE_API_KEY", "API key that `trtpipe bench` sends."),
+    ("TRTPIPE_API_KEY", "API key that `trtpipe bench` and `chat` send."),
     ("TRTPIPE_API_KEYS", "API keys that `trtpipe serve` accepts: KEY,KEY."),
     ("HF_TOKEN", "Token of the Hugging Face Hub, for gated models."),
     ("HF_HOME", "Folder of what the hub's client keeps."),
