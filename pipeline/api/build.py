@@ -110,10 +110,13 @@ def resolved(layers: list[Layer]) -> BuildSpec:
 
 def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.layers import dotted_layer, recipe_layer
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
+    if not isinstance(assigned, Mapping):
+        raise UsageError("set is no mapping", remedy='write set={"build.max_batch_size": 16}')
     if "lora" in given:
         given["lora"] = {name: str(folder) for name, folder in given["lora"].items()}
     return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
