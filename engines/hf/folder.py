@@ -83,8 +83,8 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
     if not quantized and (raw.get("quantization_config") is not None or (path.parent / DETAILS).is_file()):
         raise InputDataError(
             f"{path} describes an already quantized model",
-            why="only an unquantized one can be converted or quantized",
-            remedy="give it to `trtpipe build`, which takes it as it is, or start from the model's bf16 or fp16 folder",
+            why="only an unquantized one can be quantized",
+            remedy="`trtpipe convert` and `build` take it as it is; or start from the model's bf16 or fp16 folder",
         )
     return family.read_config(architecture, ConfigFields(path, raw))
 
