@@ -150,7 +150,7 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def _same_number(known: str, name: str) -> bool:
-    """Whether two names can be spellings of one card's: an RTX 3090 is no misspelt RTX 5090."""
+    """Whether the first number of one name begins with that of the other. An RTX 3090 is not an RTX 5090 misspelt."""
     one, other = ("".join(re.findall(r"\d+", text)[:1]) for text in (known, name))
     return one.startswith(other) or other.startswith(one)
 

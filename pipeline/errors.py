@@ -22,13 +22,13 @@ def _errno(*numbers: int) -> Callable[[BaseException], bool]:
 
 
 def _path(error: BaseException) -> Path | None:
-    """What the operation was on; of two paths the one that was to be made, as a link or by renaming."""
+    """Path that the failed operation was given; of a link or a renaming, which have two, the destination."""
     filename = getattr(error, "filename2", None) or getattr(error, "filename", None)
     return Path(filename) if isinstance(filename, (str, Path)) else None
 
 
 def _there(path: Path) -> bool:
-    """Whether it exists. Path.exists raises an error for what is in a folder that may not be searched."""
+    """Whether the path exists; False where its folder may not be searched. Path.exists raises an error there."""
     return os.access(path, os.F_OK)
 
 

@@ -44,7 +44,7 @@ class RunFolder:
         sync(self.path.parent)
 
     def started(self, store: Store) -> bool:
-        """Whether it was made for artefacts of this store, at this place."""
+        """Whether `start` was called for this folder and store."""
         return self._root(store).is_file()
 
     def _root(self, store: Store) -> Path:

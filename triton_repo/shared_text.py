@@ -54,7 +54,7 @@ def tokenizer_info(folder: Path) -> str:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values(), default=-1) + 1
     if fault := excess("vocab_size", size):
-        raise InputDataError(f"the vocabulary of {folder} is none: {fault}", remedy="download the model again")
+        raise InputDataError(f"the vocabulary of {folder} is too large", why=fault, remedy="download the model again")
     tokens = [""] * size
     for text, number in vocabulary.items():
         tokens[number] = text

@@ -116,7 +116,9 @@ def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
     if not isinstance(assigned, Mapping):
-        raise UsageError("set is no mapping", remedy='write set={"build.max_batch_size": 16}')
+        raise UsageError(
+            f"set is a {type(assigned).__name__}, not a mapping", remedy='write set={"build.max_batch_size": 16}'
+        )
     if "lora" in given:
         given["lora"] = {name: str(folder) for name, folder in given["lora"].items()}
     return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]

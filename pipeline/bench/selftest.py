@@ -32,7 +32,7 @@ from trtpipe.pipeline.bench.run import run
 
 TTFT_S = 0.05
 OUTPUT_TOKENS, FEW_TOKENS = 64, 16
-# Longest token gap that is imitated: a client is no more wrong where tokens come more slowly.
+# Longest token gap of the mock server after a run. The error of the client does not grow with longer gaps.
 LONGEST_GAP_MS = 50.0
 # 238,000 tokens a second: about as much as a server of one core can send.
 FLOOD, FLOOD_STREAMS, FLOOD_TOKENS = Timing(ttft_s=0.02, itl_s=0.001), 256, 256

@@ -33,7 +33,8 @@ def describe(error: Any) -> UsageError:
 
 
 def _number(parameter: Any) -> str:
-    """What a number's option takes: "a whole number from 0 to 65535, such as 8000"; "" for other parameters."""
+    """The values that a numeric option takes, in words: "a whole number from 0 to 65535, such as 8000". "" for other
+    options."""
     words = str(getattr(getattr(parameter, "type", None), "name", "")).split()
     kinds = {"int": "a whole number", "integer": "a whole number", "float": "a number"}
     if not words or words[0] not in kinds:

@@ -109,7 +109,7 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
         against(
             f"streaming window of {WINDOW} tokens", lambda: (replace(option, window=WINDOW), demand),
             f"a sequence holds {WINDOW} tokens, not {lengths.mean}; what the model forgets is not in these figures"
-            if lengths.mean > WINDOW else f"the mean sequence of {lengths.mean} tokens is no longer: nothing changes",
+            if lengths.mean > WINDOW else f"a sequence of {lengths.mean} tokens, the mean, fits it: nothing changes",
         ),
         against(
             f"prompt lookup of {DRAFTS} draft tokens",

@@ -313,7 +313,8 @@ def reload(
 
 
 def _source(served: Served) -> str:
-    """Where a target's repository is found anew, from whichever folder `reload` is called."""
+    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is; its
+    name where the record is of an earlier version."""
     return served.name if served.source is None else str(served.source)
 
 

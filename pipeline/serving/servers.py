@@ -46,7 +46,7 @@ class Served:
     source: Path | None = None
 
     def comes_from(self, run: Path) -> bool:
-        """Whether it is what a run folder has, and not a target of the same name in another folder."""
+        """Whether it was served from the run folder `run`. By name alone in records of earlier versions."""
         return self.name == run.name if self.source is None else self.source.resolve() == run.resolve()
 
     @property

@@ -81,7 +81,7 @@ def test_settings_that_contradict_each_other_leave_what_was_given_alone() -> Non
     with pytest.raises(trtpipe.UsageError, match="contradicts"):
         trtpipe.settings(model="smollm2", gpu="cpu", set={"build": 3, "build.max_seq_len": 1024})
     words: Any = "build.max_batch_size=4"
-    with pytest.raises(trtpipe.UsageError, match="set is no mapping"):
+    with pytest.raises(trtpipe.UsageError, match="set is a str, not a mapping"):
         trtpipe.settings(model="tinyllama-1.1b", set=words)
     with pytest.raises(trtpipe.UsageError, match="did you mean 'model'"):
         trtpipe.settings(modle="smollm2", gpu="cpu")  # type: ignore[call-arg]

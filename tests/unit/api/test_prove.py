@@ -1,4 +1,4 @@
-"""What `trtpipe prove` does when it is interrupted; real runs are in tests/e2e/test_prove.py."""
+"""Ctrl-C in `trtpipe prove`. Whole runs are in tests/e2e/test_prove.py."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_what_ifs() -> None:
     window = found["streaming window of 1024 tokens"]
     assert window.tokens_per_s is not None
     assert window.tokens_per_s[1] == window.tokens_per_s[0]
-    assert window.said == "the mean sequence of 192 tokens is no longer: nothing changes"
+    assert window.said == "a sequence of 192 tokens, the mean, fits it: nothing changes"
     drafts = found["prompt lookup of 4 draft tokens"]
     assert "3.0 tokens a step: an assumed 50 % of the drafts are accepted" in drafts.said
     assert drafts.tpot is not None
