@@ -128,8 +128,8 @@ def _launch(
             note(exposed)
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
-    endpoints = ports.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     traces = traces_url(options.otlp_endpoint)
+    endpoints = ports.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     folder = store.home / "servers" / name
     if kind == "local":
         triton_package.check_folder(folder)
