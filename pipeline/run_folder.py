@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,15 @@ class RunFolder:
         return cls(RUNS / target)
 
     def start(self, spec: BuildSpec, store: Store) -> None:
-        """Create the folder, write the spec, and register it so that `gc` keeps the artefacts it links to."""
+        """Create the folder, write the spec, and register it so that `gc` keeps the artefacts it links to. Artefacts of
+        other settings are the target's no longer."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
         root = self._root(store)
         root.parent.mkdir(parents=True, exist_ok=True)
         write_whole(root, json.dumps({"run": str(self.path.resolve())}))
+        wanted = stages.stages_of(spec)
+        self._retire(lambda stage, record: stage not in wanted or bool(stage.other_settings(spec, record)))
         sync(self.path.parent)
 
     def started(self, store: Store) -> bool:
@@ -72,8 +76,8 @@ class RunFolder:
         return f"build it again with `trtpipe build`, or remove what is left of it with `trtpipe rm {self.path.name}`"
 
     def last(self, stage: str) -> Record | None:
-        """The record of the stage's last artefact; None where there is none that this version can read."""
-        found = self._entries().get(stage)
+        """The record of the stage's last artefact, also one of other settings; None where none can be read."""
+        found = self._entries(retired=True).get(stage)
         return None if found is None else found[0]
 
     def origin(self, stage: str) -> Origin | None:
@@ -111,7 +115,23 @@ class RunFolder:
         partial.unlink(missing_ok=True)
         partial.symlink_to(artefact.path)
         partial.replace(link)
+        content = artefact.manifest.content
+        self._retire(lambda _, record: record.inputs.get(stage.makes, content) != content)
         sync(self.path)
+
+    def _retire(self, other: Callable[[Stage, Record], bool]) -> None:
+        """Unlink the artefacts for which `other` is true, and those that were made from them. Their records stay, which
+        say why a stage runs again."""
+        raw, entries, makes = self._raw(), self._entries(), set[str]()
+        for stage in stages.STAGES:
+            if stage.name in entries and (
+                makes & entries[stage.name][0].inputs.keys() or other(stage, entries[stage.name][0])
+            ):
+                raw[stage.name]["retired"] = True
+                makes.add(stage.makes)
+                (self.path / stage.makes).unlink(missing_ok=True)
+        if makes:
+            write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
 
     def drop_imports(self, *, keep: str) -> None:
         """Forget imported artefacts, except those from the source `keep`."""
@@ -123,7 +143,7 @@ class RunFolder:
                 (self.path / stage.makes).unlink(missing_ok=True)
 
     def stages(self) -> list[str]:
-        """The stages with a record that this version can read."""
+        """The stages with an artefact whose record this version can read."""
         return list(self._entries())
 
     def folders(self, store: Store) -> list[Path]:
@@ -132,10 +152,9 @@ class RunFolder:
         if not path.exists():
             return []
         raw = load_json(path)
-        entries = self._entries()
-        if not isinstance(raw, dict) or raw.keys() != entries.keys():
+        if not isinstance(raw, dict) or raw.keys() != self._entries(retired=True).keys():
             raise ValueError("another version of trtpipe wrote it, or it is damaged")
-        return [store.of(origin).folder(record) for record, origin in entries.values()]
+        return [store.of(origin).folder(record) for record, origin in self._entries().values()]
 
     def linked(self, makes: str) -> Path:
         """The artefact that a stage made last, such as the repository. Raises InputDataError when there is none."""
@@ -146,11 +165,14 @@ class RunFolder:
             )
         return link.resolve()
 
-    def _entries(self) -> dict[str, tuple[Record, Origin | None]]:
+    def _entries(self, *, retired: bool = False) -> dict[str, tuple[Record, Origin | None]]:
+        """By stage, without those of other settings, or with them."""
         out = {}
         for stage, entry in self._raw().items():
             try:
                 facts = dict(entry)
+                if facts.pop("retired", False) and not retired:
+                    continue
                 origin = facts.pop("origin", None)
                 out[stage] = Record(**facts), None if origin is None else Origin(**origin)
             except (TypeError, ValueError):

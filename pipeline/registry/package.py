@@ -88,19 +88,26 @@ def check_index(index: Any, where: str, again: str = "export") -> Index:
 def planned(index: Index, where: str) -> BuildSpec:
     """The spec of a checked index; it must be that of the named target, and the artefacts must be the spec's.
 
-    Raises InputDataError otherwise, because paths are made from these names.
+    Raises InputDataError otherwise, because paths are made from these names, and ArtefactRefused for an artefact that
+    was made with other settings.
     """
     spec = read_spec(index, where)
     if spec.target != index["target"]:
         raise InputDataError(f"{where} is damaged", why=f"it is of {spec.target}, and says {index['target']}")
-    makers = {stage.makes: stage.name for stage in stages_of(spec)}
+    makers = {stage.makes: stage for stage in stages_of(spec)}
     for name, entry in index["artefacts"].items():
         refuse_code(name, entry, where)
         check_files(name, entry, where)
-        if entry["record"]["stage"] != makers.get(name):
+        record, stage = Record(**entry["record"]), makers.get(name)
+        if stage is None or record.stage != stage.name:
             raise InputDataError(
-                f"{where} is damaged", why=f"the {name} of {spec.target} does not come from {entry['record']['stage']}"
+                f"{where} is damaged", why=f"the {name} of {spec.target} does not come from {record.stage}"
             )
+        if other := stage.other_settings(spec, record):
+            raise ArtefactRefused(
+                f"{where}: the {name} was made with other settings than its plan's", why=", ".join(other),
+                remedy="build the target again where it comes from",
+            )  # fmt: skip
     passport, settings = passport_of(index), BUILD.settings(spec)
     for name, said, asked in (
         ("runtime", passport.runtime, settings.runtime),
@@ -229,7 +236,7 @@ def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
 
 
 def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
-    if run.last(stage.name) is None:
+    if stage.name not in run.stages():
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",

@@ -47,7 +47,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
     known = dict(told)
     for stage in stages_of(spec):
         record = run.last(stage.name)
-        if record is None:
+        if record is None or stage.name not in run.stages():
             continue
         found = run.find(stage.name, store)
         if found is not None and found.origin is not None and stage.makes in told:

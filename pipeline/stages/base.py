@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.execution.diagnosis import Where
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.store.manifest import Record, differences
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -95,6 +96,12 @@ class Stage(ABC):
     def hashed(self, settings: Any) -> dict[str, Any]:
         """The settings that the output depends on, as plain JSON values."""
         return {}
+
+    def other_settings(self, spec: BuildSpec, record: Record) -> list[str]:
+        """How the settings of a record of this version differ from those of the spec, a phrase each."""
+        if record.stage_version != self.version:
+            return []
+        return differences(record, replace(record, settings=self.hashed(self.settings(spec))))
 
     def sources(self, settings: Any, digests: Digests) -> dict[str, str]:
         """Digests of inputs from outside the store: name -> digest. May ask the network for a commit."""

@@ -184,5 +184,6 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(inner, dict):
             out.update(_flat(inner, f"{prefix}{key}."))
         else:
-            out[prefix + key] = inner
+            # As it is read from a file again.
+            out[prefix + key] = list(inner) if isinstance(inner, tuple) else inner
     return out

@@ -192,6 +192,20 @@ def test_a_precision_has_a_checkpoint_of_its_own(model: Path, store: Store) -> N
     }
 
 
+def test_a_build_that_ended_early_leaves_no_engine_of_other_settings(in_folder: Path, tmp_path: Path) -> None:
+    model, store = hf_folder(in_folder / "tiny"), Store(tmp_path / "home")
+    build(plan(model), store)
+    run = RunFolder.of("tiny.cpu.fp32")
+    build(plan(model, "build.max_batch_size=8"), store, until="convert")
+    assert [(run.path / makes).exists() for makes in ("checkpoint", "engine", "repository")] == [True, False, False]
+    finished = build(plan(model, "build.max_batch_size=8"), store)
+    assert finished["build"] == ("made", "settings: build.max_batch_size 4 -> 8")  # it still knows why
+    shutil.rmtree(model)
+    hf_folder(in_folder / "tiny", seed=1)
+    build(plan(model, "build.max_batch_size=8"), store, until="download")
+    assert [(run.path / makes).exists() for makes in ("model", "checkpoint", "engine")] == [True, False, False]
+
+
 def test_a_stage_that_changed_its_ways_runs_again(
     model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

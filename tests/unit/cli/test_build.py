@@ -213,6 +213,8 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     failed.mkdir()
     shutil.copy("runs/tiny.cpu.fp32/plan.json", failed)
     build(model, "--set", "serving.max_queue_size=2", "--until", "convert")
+    assert rows(run("ls").out)[2][:2] == ["tiny.cpu.fp32", "package is next"]  # the repository is of other settings
+    build(model)
     table = rows(run("ls").out)
     assert [row[:2] for row in table[1:]] == [
         ["tiny.cpu.bf16", "nothing is made"], ["tiny.cpu.fp32", "complete"],

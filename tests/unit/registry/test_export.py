@@ -20,6 +20,8 @@ from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.registry import export
+from trtpipe.pipeline.registry.package import describe
+from trtpipe.pipeline.registry.provenance import verify
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
@@ -144,6 +146,12 @@ def other_record(content: dict[str, bytes]) -> None:
     content["trtpipe.json"] = json.dumps(raw).encode()
 
 
+def other_settings(content: dict[str, bytes]) -> None:
+    raw = json.loads(content["trtpipe.json"])
+    raw["artefacts"]["checkpoint"]["record"]["settings"]["dtype"] = "float16"
+    content["trtpipe.json"] = json.dumps(raw).encode()
+
+
 DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
     (flip("checkpoint/rank0.safetensors"), InputDataError, "checkpoint/rank0.safetensors is damaged: its digest is"),
     (flip("tokenizer/tokenizer.json"), InputDataError, "tokenizer/tokenizer.json is damaged"),
@@ -153,7 +161,24 @@ DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
     (index(format=2), ArtefactRefused, "is of format 2, this trtpipe reads 1; export it again"),
     (outside, InputDataError, "holds the file name ../../config.json: it leads out of its folder"),
     (other_record, InputDataError, "the checkpoint is not what its digest says; copy it again"),
+    (other_settings, ArtefactRefused, "other settings than its plan's: settings: dtype float16 -> bfloat16; build the"),
 ]
+
+
+def test_an_import_keeps_no_engine_of_other_settings(in_folder: Path, tmp_path: Path) -> None:
+    model, store = hf_folder(in_folder / "tiny"), Store(tmp_path / "home")
+    execute(plan(model, "build.max_batch_size=4"), store, Recorder())
+    path = export.pack("tiny.cpu.fp32", store, tmp_path / "four.tar")
+    execute(plan(model, "build.max_batch_size=2"), store, Recorder())
+    bundle = export.unpack(path, store)
+    run = RunFolder.of("tiny.cpu.fp32")
+    assert bundle.spec.build.max_batch_size == run.spec().build.max_batch_size == 4
+    assert (run.find("build", store), run.find("package", store)) == (None, None)
+    assert not (run.path / "engine").exists()
+    assert not (run.path / "repository").exists()
+    assert verify(run, store).elsewhere == ["engine", "repository"]
+    with pytest.raises(InputDataError, match="has no engine"):
+        describe("tiny.cpu.fp32", store, ["engine"])
 
 
 @pytest.mark.parametrize(("edit", "kind", "message"), DAMAGE)
