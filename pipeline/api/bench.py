@@ -381,6 +381,20 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
     return found, found.find(target)
 
 
+def served_at(options: BenchOptions) -> Served | None:
+    """What a server of `trtpipe serve` has at the addresses and of the tokenizer of a measurement's options."""
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.store.store import Store
+
+    for found in servers.running(Store(default_home())):
+        urls = _urls(found)
+        if all(urls.get(target.protocol) == target.url for target in options.targets):
+            here = (one for one in found.served if one.tokenizer / "tokenizer.json" == options.tokenizer)
+            return next(here, None)
+    return None
+
+
 def require_room(work: Work, name: str, repository: Path) -> None:
     """Refuse fixed lengths that the engine does not take. Raises UsageError, and ArtefactRefused without a passport."""
     from trtpipe.engines.errors import UsageError

@@ -46,7 +46,7 @@ def prove(
     runtime   the usual one of the GPU if left out
     dtype     precisions; bf16 and every quantization recipe if left out
     set       any other setting of the builds by its dotted name; the engines are small if left out
-    output    folder of proof.json and proof.html
+    output    folder of proof.json, proof.html, and runs/ with the run folders of what is built
 
     Greedy answers are compared with those of the reference runtime, which computes in PyTorch with the same quantized
     weights. A precision that fails is part of the report, with the end of its logs; the others are tried all the same.
@@ -86,7 +86,7 @@ def prove(
     lanes = []
     for name, spec in specs.items():
         note(f"{name}: {spec.target}")
-        lanes.append(_lane(name, spec, {**common, "dtype": name}, engine_python, note))
+        lanes.append(_lane(name, spec, {**common, "dtype": name}, output / "runs", engine_python, note))
     proof = Proof(
         version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
         model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
@@ -148,24 +148,26 @@ class _Way:
 
 
 def _lane(
-    name: str, spec: BuildSpec, options: Mapping[str, Any], engine_python: str | None, note: Callable[[str], None]
-) -> Lane:
+    name: str, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | None,
+    note: Callable[[str], None],
+) -> Lane:  # fmt: skip
+    """`runs`: where the targets' run folders are made, so that none of ./runs is replaced."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build, settings
     from trtpipe.pipeline.prove.proof import Lane
 
-    def made(what: Mapping[str, Any]) -> Callable[[], tuple[str, Built]]:
+    def made(what: Mapping[str, Any], target: str) -> Callable[[], tuple[str, Built]]:
         def work() -> tuple[str, Built]:
-            built = build(**what)
+            built = build(**what, folder=runs / target)
             stages = [stage.stage for stage in built.stages if not stage.reused]
             return ("made " + ", ".join(stages)) if stages else "all was made before", built
 
         return work
 
     way = _Way(note)
-    way.step("build", made(options))
+    way.step("build", made(options, spec.target))
     served: tuple[list[list[int]], list[Speed]] | None = way.step(
-        "serve", lambda: _served(spec, options["model"], engine_python)
+        "serve", lambda: _served(spec, runs / spec.target, options["model"], engine_python)
     )
     reference = {**options, "runtime": "reference", "toolchain": None, "executor": None}
     try:
@@ -174,19 +176,21 @@ def _lane(
         way.leave_out("reference build", str(error))
         way.leave_out("reference text", str(error))
     else:
-        way.step("reference build", made(reference))
-        way.step("reference text", lambda: _compared(served[0] if served else [], target))
+        way.step("reference build", made(reference, target))
+        way.step("reference text", lambda: _compared(served[0] if served else [], runs / target))
     return Lane(dtype=name, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 
-def _served(spec: BuildSpec, model: str, engine_python: str | None) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
-    """Serve the target; its greedy answers as tokens, and its speed beside the plan's."""
+def _served(
+    spec: BuildSpec, run: Path, model: str, engine_python: str | None
+) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
+    """Serve the target in the run folder `run`; its greedy answers as tokens, and its speed beside the plan's."""
     from trtpipe.pipeline.api.bench import bench
     from trtpipe.pipeline.api.serve import serve
     from trtpipe.pipeline.prove.proof import Speed
 
     planned = _planned(spec, model)
-    with serve(spec.target, engine_python=engine_python, openai_port=None) as client:
+    with serve(str(run), engine_python=engine_python, openai_port=None) as client:
         answers = _answers(client)
         report = bench(
             client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
@@ -226,12 +230,13 @@ def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
     return {}
 
 
-def _compared(answers: list[list[int]], target: str) -> tuple[str, None]:
-    """Compare with the answers of the reference runtime's target. Raises StageFailed where too few begin alike."""
+def _compared(answers: list[list[int]], run: Path) -> tuple[str, None]:
+    """Compare with the answers of the reference runtime's target in the run folder `run`. Raises StageFailed where too
+    few begin alike."""
     from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.serve import serve
 
-    with serve(target, openai_port=None) as client:
+    with serve(str(run), openai_port=None) as client:
         expected = _answers(client)
     told, first = compared(answers, expected)
     if first < FIRST_TOKENS * len(expected):

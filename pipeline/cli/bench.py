@@ -161,7 +161,7 @@ def again(
     """
     from dataclasses import replace
 
-    from trtpipe.pipeline.api.bench import headers
+    from trtpipe.pipeline.api.bench import headers, served_at
     from trtpipe.pipeline.bench.results.files import read_again
 
     options = read_again(earlier, tokenizer)
@@ -170,8 +170,8 @@ def again(
         replace(target, url=urls[target.protocol] or target.url, metrics_url=metrics_url or target.metrics_url)
         for target in options.targets
     )
-    wiring = replace(options.wiring, headers=headers())
-    _measure(replace(options, targets=targets, wiring=wiring), None, report, as_json=as_json)
+    options = replace(options, targets=targets, wiring=replace(options.wiring, headers=headers()))
+    _measure(options, served_at(options), report, as_json=as_json)
 
 
 @app.command(cls=SectionedCommand)

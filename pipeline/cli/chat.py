@@ -35,11 +35,14 @@ def chat(
       trtpipe chat --system "Answer in one word." < questions.txt
     """
     from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.sampling import SamplingParams
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.net.api_key import api_key
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
+    from trtpipe.pipeline.serving.generate import check_options
 
+    check_options(SamplingParams(temperature=temperature), max_tokens)
     found = servers.find_running(own_store(), server)
     served = found.find(target)
     if found.gateway_url is None:

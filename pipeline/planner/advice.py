@@ -384,7 +384,7 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
     if not able:
         return []
     if not priced:
-        missing = sorted({one.gpu.name for one in ranked if not one.gpu.refused and one.price is None})
+        missing = sorted({gpu.name for gpu in question.gpus if not gpu.refused and question.price(gpu) is None})
         said.append(
             f"no price is known for {', '.join(missing)}: ranked by tokens/s of a GPU; "
             "give --price NAME=PRICE_PER_HOUR, or price_per_hour in gpus/NAME.yaml of TRTPIPE_HOME"

@@ -34,11 +34,11 @@ _TYPES = {
 }
 
 
-def _values(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]:
+def _values(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
     return {name: max_tokens if name == "max_tokens" else getattr(sampling, name) for name in _TYPES}
 
 
-def check_options(sampling: SamplingParams, max_tokens: int) -> None:
+def check_options(sampling: SamplingParams, max_tokens: int | None) -> None:
     """Raises UsageError, naming the option, for a value that the gateway would refuse as well."""
     from pydantic import ValidationError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,4 +20,4 @@ def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(prove, "_answers", lambda client: [])
     spec: Any = SimpleNamespace(target="x")
     with pytest.raises(KeyboardInterrupt):
-        prove._served(spec, "m", None)
+        prove._served(spec, Path("x"), "m", None)

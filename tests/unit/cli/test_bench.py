@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,9 @@ from tests.support.factories import write_passport
 from tests.unit.cli.conftest import Run, remember
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.bench.options import Target
 from trtpipe.pipeline.cli import bench
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import servers, tritonserver
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -95,3 +97,21 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
         assert (done.status, measured) == (2, [])
         assert f"its {limit} is" in done.error()
         assert f"--set build.{limit}=" in done.error()
+
+
+def test_a_repetition_knows_the_engine_that_is_served_at_its_addresses(
+    store: Store, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a", repository=in_folder)
+    (served,) = servers.find_running(store, "a").served
+
+    def at(url: str, tokenizer: Path) -> str | None:
+        options = SimpleNamespace(targets=[Target(protocol="grpc", url=url, model="x")], tokenizer=tokenizer)
+        found = api.served_at(options)  # type: ignore[arg-type]
+        return None if found is None else found.name
+
+    own = served.tokenizer / "tokenizer.json"
+    assert at("127.0.0.1:2", own) == "a"
+    assert at("127.0.0.1:2", in_folder / "tokenizer.json") is None
+    assert at("127.0.0.1:4", own) is None

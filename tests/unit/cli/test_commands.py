@@ -134,6 +134,7 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
         ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than or equal to 0.01"),
     ):
         assert refused("generate", "Hello", option, value) == told
+    assert refused("chat", "--temperature", "nan") == "--temperature is nan; it has to be a finite number"
     assert run("ls").out.endswith("next: trtpipe build --recipe smollm2-cpu\n")
     assert refused("bench") == "no server is running; run `trtpipe serve`"
     assert refused("bench", "--protocol", "grcp") == "unknown protocol 'grcp'; did you mean 'grpc'?"

@@ -67,6 +67,9 @@ def test_without_a_price_gpus_are_ranked_by_what_one_gives() -> None:
         "no price is known for h100: ranked by tokens/s of a GPU; give --price NAME=PRICE_PER_HOUR, "
         "or price_per_hour in gpus/NAME.yaml of TRTPIPE_HOME",
     )
+    # Also where an option of the priced GPU cannot serve.
+    found = advise(question("smollm2-135m", "l4,h100", tps=(1, 2), prices={"l4": 0.5}))
+    assert found.remarks[0].startswith("no price is known for h100: ")
 
 
 def test_what_cannot_serve_says_why() -> None:
