@@ -16,6 +16,8 @@ KERNEL_MULTIPLE = 64
 NVFP4_VECTOR = 16
 # Smallest group of input features that share a scale.
 SMALL_GROUP = 64
+# Some commands have the option, some `--set`, some both.
+_GROUPS = f"groups of {SMALL_GROUP} (--group-size {SMALL_GROUP} or --set group_size={SMALL_GROUP})"
 
 
 def check_mapping(
@@ -80,11 +82,13 @@ def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization) -> st
     grouped = algo is not None and SMALL_GROUP in algo.row.group_sizes
     smaller = replace(quantization, group_size=SMALL_GROUP) if grouped else quantization
     if sizes := fitting(quantization):
-        instead = "" if _tp_obstacle(model, mapping, smaller) else f"use --group-size {SMALL_GROUP}, or "
+        instead = "" if _tp_obstacle(model, mapping, smaller) else f"use {_GROUPS}, or "
         return f"{instead}tp sizes that fit: {sizes}"
     if sizes := fitting(smaller):
-        return f"with --group-size {SMALL_GROUP} tp sizes that fit: {sizes}"
-    return f"with a --dtype without groups or tiles, such as bf16, tp sizes that fit: {fitting(UNQUANTIZED)}"
+        return f"with {_GROUPS} tp sizes that fit: {sizes}"
+    # FP8 with a scale a tensor has no obstacle that unquantized weights do not have.
+    sizes = fitting(UNQUANTIZED)
+    return f"with a precision without groups, blocks or tiles, such as fp8 or bf16, tp sizes that fit: {sizes}"
 
 
 def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:
