@@ -52,6 +52,24 @@ def test_a_remedy_names_an_option_that_the_command_has(
     assert done.error() == line.replace("MODEL", str(model))
 
 
+def test_verify_tells_a_wrong_order_and_a_missing_tokenizer(run: Run, model: Path, in_folder: Path) -> None:
+    assert run("convert", model, "out").status == 0
+    for given, right in ((["out", model], model), (["out"], "HF_DIR"), (["out", "out"], "HF_DIR")):
+        assert run("verify", *given).error() == (
+            "out is a TensorRT-LLM checkpoint: the first folder is the original, a Hugging Face folder; "
+            f"use `trtpipe verify {right} out`"
+        )
+    for command in (["convert", "out", "other"], ["quantize", "out", "other", "--quant", "fp8"]):
+        assert run(*command).error() == (
+            "out is a TensorRT-LLM checkpoint; give the Hugging Face folder that it was made of"
+        )
+    assert run("restore", "out", "back").status == 0
+    assert run("verify", "back", "out").error() == (
+        "back has no tokenizer.json: text cannot be tokenized; "
+        "copy tokenizer.json from the original model, or download the model again"
+    )
+
+
 def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
     done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
     assert done.status == 0, done.err
