@@ -11,7 +11,8 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import Run, fill_the_disk
 from tests.unit.cli.damages import DAMAGES, missing_tensor
-from trtpipe.engines.errors import StageFailed
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.pipeline.sources import hub
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,18 @@ def test_verify_tells_a_wrong_order_and_a_missing_tokenizer(run: Run, model: Pat
     assert run("verify", "back", "out").error() == (
         "back has no tokenizer.json: text cannot be tokenized; "
         "copy tokenizer.json from the original model, or download the model again"
+    )
+
+
+def test_the_remedy_for_a_data_set_names_options_of_quantize(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: str) -> Path:
+        raise HostError("no data", remedy="--set calibration.data=demo --set calibration.samples=128")
+
+    monkeypatch.setattr(hub, "download_data", unreachable)
+    assert run("quantize", model, "out", "--quant", "fp8", "--seq-len", "64").error() == (
+        "no data; --calib demo --samples 128"
     )
 
 
