@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.factories import hf_folder
 from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.layers import set_layer
@@ -85,6 +88,17 @@ def test_plan_and_settings_say_the_same(model: str, options: dict[str, Any], wor
 def test_a_remedy_names_what_works(model: str, options: dict[str, Any], remedy: str) -> None:
     assert remedy in refused(model, **options)
     assert remedy in planned(model, **{**H100, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "remedy"),
+    [("llama2-7b", 4, "tp sizes that fit: 1, 2"), ("smollm2-135m", 1, "start from the model's bf16 or fp16 folder")],
+)
+def test_a_model_that_came_quantized_is_given_no_other_precision(model: str, tp: int, remedy: str) -> None:
+    awq = Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=128)
+    with pytest.raises(UsageError) as error:
+        check_mapping(find_shape(model)[1], Mapping(tp_size=tp), quantization=awq, stored=True)
+    assert error.value.remedy == remedy
 
 
 def test_what_the_remedies_name_is_not_refused() -> None:
