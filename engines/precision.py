@@ -185,7 +185,8 @@ def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
         return recipe
     choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
     if kv_cache not in choices:
-        raise UsageError(f"unknown KV cache type '{kv_cache}'", remedy=suggestion(kv_cache, choices))
+        known = f"known: {', '.join(choices)}; none leaves it unquantized"
+        raise UsageError(f"unknown KV cache type '{kv_cache}'", remedy=known)
     return replace(recipe, kv_cache_quant_algo=choices[kv_cache])
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
-from trtpipe.engines.hf.folder import read_config_json, read_model_config
+from trtpipe.engines.hf.folder import is_checkpoint, read_model_config
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import Progress, run_worker
 
@@ -61,7 +61,7 @@ class Saturation:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """Result for a quantized model whose original is not at hand; names as in `Measured`."""
+    """Result for a model that is run alone, quantized or not; names as in `Measured`, of the quantized model."""
 
     rows: int
     seq_len: int
@@ -209,8 +209,7 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
 
 def _check_config(quantized: Path) -> None:
     """Check the folder's config.json before the worker starts, so that an error need not wait for torch."""
-    path = quantized / "config.json"
-    if path.is_file() and "architecture" in read_config_json(path, "model config"):
+    if is_checkpoint(quantized):
         read_config(quantized)
     else:
         read_model_config(quantized, quantized=True)

@@ -16,6 +16,8 @@ KERNEL_MULTIPLE = 64
 NVFP4_VECTOR = 16
 # Smallest group of input features that share a scale.
 SMALL_GROUP = 64
+# Some commands have the option, some `--set`, some both.
+_GROUPS = f"groups of {SMALL_GROUP} (--group-size {SMALL_GROUP} or --set group_size={SMALL_GROUP})"
 
 
 def check_mapping(
@@ -23,8 +25,13 @@ def check_mapping(
     mapping: Mapping,
     embedding: EmbeddingSharding = EmbeddingSharding.NONE,
     quantization: Quantization = UNQUANTIZED,
+    *,
+    stored: bool = False,
 ) -> None:
-    """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`."""
+    """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`.
+
+    stored  whether the model came quantized, so that nobody can choose another precision for it
+    """
     if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4 and model.head_size % NVFP4_VECTOR:
         raise UsageError(
             f"an NVFP4 KV cache is not for heads of {model.head_size}",
@@ -34,7 +41,7 @@ def check_mapping(
     if fault := _expert_fault(model, mapping):
         raise UsageError(fault[0], remedy=fault[1])
     if obstacle := _tp_obstacle(model, mapping, quantization):
-        raise UsageError(obstacle, remedy=_remedy(model, mapping, quantization))
+        raise UsageError(obstacle, remedy=_remedy(model, mapping, quantization, stored))
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
         raise UsageError(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
@@ -68,7 +75,7 @@ def check_expert_format(model: Geometry, quantization: Quantization, form: str) 
     )
 
 
-def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization) -> str:
+def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization, stored: bool) -> str:
     """A group size or tp sizes that the model can be split by, with another precision if there is none."""
 
     def fitting(way: Quantization) -> str:
@@ -77,14 +84,18 @@ def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization) -> st
         return ", ".join(str(size.tp_size) for size in sizes if not _tp_obstacle(model, size, way))
 
     algo = quantization.quant_algo
-    grouped = algo is not None and SMALL_GROUP in algo.row.group_sizes
+    grouped = not stored and algo is not None and SMALL_GROUP in algo.row.group_sizes
     smaller = replace(quantization, group_size=SMALL_GROUP) if grouped else quantization
     if sizes := fitting(quantization):
-        instead = "" if _tp_obstacle(model, mapping, smaller) else f"use --group-size {SMALL_GROUP}, or "
+        instead = "" if _tp_obstacle(model, mapping, smaller) else f"use {_GROUPS}, or "
         return f"{instead}tp sizes that fit: {sizes}"
+    if stored:
+        return "start from the model's bf16 or fp16 folder"
     if sizes := fitting(smaller):
-        return f"with --group-size {SMALL_GROUP} tp sizes that fit: {sizes}"
-    return f"with a --dtype without groups or tiles, such as bf16, tp sizes that fit: {fitting(UNQUANTIZED)}"
+        return f"with {_GROUPS} tp sizes that fit: {sizes}"
+    # FP8 with a scale a tensor has no obstacle that unquantized weights do not have.
+    sizes = fitting(UNQUANTIZED)
+    return f"with a precision without groups, blocks or tiles, such as fp8 or bf16, tp sizes that fit: {sizes}"
 
 
 def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:

@@ -65,10 +65,20 @@ def read_config_json(path: Path, what: str) -> dict[str, Any]:
     return read_json(path, what, max_bytes=MOST_CONFIG_BYTES, max_values=MOST_CONFIG_VALUES)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether config.json is that of a TensorRT-LLM checkpoint. Raises InputDataError for one that cannot be read."""
+    path = folder / "config.json"
+    return path.is_file() and "architecture" in read_config_json(path, "model config")
+
+
 def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = False) -> ModelConfig:
     """Normalise the content of a config.json as `read_model_config` does; messages name `path`."""
     names = raw.get("architectures")
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if architecture is None and "architecture" in raw:
+        raise UnknownModel(
+            f"{path.parent} is a TensorRT-LLM checkpoint", remedy="give the Hugging Face folder that it was made of"
+        )
     if architecture is None:
         raise UnknownModel(
             f"{path} names no architecture", remedy="give a folder whose config.json has `architectures`"

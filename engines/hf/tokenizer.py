@@ -19,7 +19,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputDataError(
-            f"{folder} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
+            f"{folder} has no tokenizer.json",
+            why="text cannot be tokenized",
+            remedy="copy tokenizer.json from the original model, or download the model again",
         )
     try:
         data = read_bounded(path, MAX_BYTES)

@@ -70,7 +70,7 @@ def convert_stored(
     family_of(model).check_source(source, model)
     require_convertible(stored, str(source))
     check_expert_format(model, stored.quantization, "trtllm")
-    check_mapping(model, mapping, quantization=stored.quantization)
+    check_mapping(model, mapping, quantization=stored.quantization, stored=True)
     with tempfile.TemporaryDirectory(prefix=".convert.", dir=log.parent) as scratch:
         notes = Path(scratch, "notes.json")
         spec = {

@@ -35,11 +35,20 @@ WORST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class AloneReport:
-    """The measurements of a model that came quantized, without its original."""
+    """The measurements of a model that came quantized, without its original; or of an unquantized one."""
 
     recipe: str
     measured: Alone
     tasks: Sequence[TaskScore] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing of the model is quantized."""
+        return self.measured.quant_algo is None and self.measured.kv_cache_quant_algo is None
+
+    @property
+    def kind(self) -> str:
+        return "unquantized" if self.plain else "quantized"
 
     @property
     def failures(self) -> list[str]:
@@ -57,6 +66,8 @@ class AloneReport:
     def line(self) -> str:
         """The result in a line, for logs and manifests."""
         perplexity = number(self.measured.quantized_perplexity)
+        if self.plain:
+            return f"perplexity {perplexity}; the model is not quantized, and nothing was compared with it"
         return f"perplexity {perplexity}; the model came quantized, and its original was not compared with it"
 
     def refusal(self, report: Path | None = None) -> StageFailed:
@@ -64,7 +75,7 @@ class AloneReport:
         place = f"see {report / HTML_NAME}, then " if report is not None else ""
         return StageFailed(
             f"the accuracy gate failed: {self.failures[0]}",
-            why="the model came quantized like this",
+            why=f"the model came {self.kind}, like this",
             remedy=f"{place}take another revision of the model, or pass --accept-accuracy to build",
         )
 
@@ -78,16 +89,22 @@ class AloneReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """accuracy.json as a value: that of a comparison, with null for what the original would be needed for."""
+        """accuracy.json as a value: that of a comparison, with null for what two models would be needed for.
+
+        An unquantized model is the original.
+        """
+        found = {"quantized_perplexity": self.measured.quantized_perplexity, **asdict(self.measured)}
+        if self.plain:
+            found = {name.replace("quantized_", "original_"): value for name, value in found.items()}
+        both = ("original_perplexity", "quantized_perplexity", "perplexity_ratio", "mean_kl", "p99_kl")
         return {
             "schema": SCHEMA,
             "passed": not self.failures,
             "failures": self.failures,
             "recipe": self.recipe,
-            "quantized_perplexity": self.measured.quantized_perplexity,
             "positions": self.measured.positions,
-            **dict.fromkeys(("original_perplexity", "perplexity_ratio", "mean_kl", "p99_kl", "top1_agreement")),
-            **asdict(self.measured),
+            **dict.fromkeys((*both, "top1_agreement")),
+            **found,
             **_scores(self.tasks),
         }
 

@@ -51,18 +51,24 @@ def render(report: Report | AloneReport) -> str:
 
 def _alone(report: AloneReport) -> Page:
     found, rows = report.measured, [Row(name=what, cells=[Cell(text=value)]) for what, value in report.summary()]
+    model = f"The model is not quantized, and computes in {found.quantized_dtype}; nothing was compared with it."
+    if not report.plain:
+        model = (
+            f"The model came quantized with {found.quant_algo or 'no weight algorithm'}, KV cache "
+            f"{found.kv_cache_quant_algo or 'as it is'}, the rest in {found.quantized_dtype}; its original was not "
+            "compared with it."
+        )
     about = (
         f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
-        f"{found.device}. The model came quantized with {found.quant_algo or 'no weight algorithm'}, KV cache "
-        f"{found.kv_cache_quant_algo or 'as it is'}, the rest in {found.quantized_dtype}; its original was not "
-        "compared with it."
+        f"{found.device}. {model}"
     )
-    card = Card(label="Perplexity", value=number(found.quantized_perplexity), note="of the quantized model alone")
+    note, name = f"of the {report.kind} model alone", "the model" if report.plain else report.recipe
+    card = Card(label="Perplexity", value=number(found.quantized_perplexity), note=note)
     return Page(
-        kind="Accuracy", title=f"Accuracy of {report.recipe}", about=about, cards=[card],
+        kind="Accuracy", title=f"Accuracy of {name}", about=about, cards=[card],
         findings=list(_findings(report)),
         sections=[
-            Section(title="Figures", tables=[Table(head="Figure", columns=["quantized"], rows=rows)]), _clipped(report),
+            Section(title="Figures", tables=[Table(head="Figure", columns=[report.kind], rows=rows)]), _clipped(report),
         ],
     )  # fmt: skip
 

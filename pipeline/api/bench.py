@@ -6,9 +6,10 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -123,6 +124,12 @@ class BenchArguments(TypedDict, total=False):
     log_samples: bool | None
 
 
+# Arguments that are a number, and those that may be several.
+NUMBERS = (
+    "burstiness", "max_in_flight", "speedup", "requests", "duration", "ramp", "repeat", "attainment", "precision",
+    "connections", "workers", "hosts", "seed", "timeout", "token_timeout",
+)  # fmt: skip
+LISTS = ("concurrency", "rate")
 # What counts where an argument is left out.
 DEFAULTS: BenchArguments = {
     "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
@@ -218,6 +225,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
             f"unknown argument '{unknown[0]}'", remedy=suggestion(unknown[0], BenchArguments.__annotations__)
         )
     given = {name: value for name, value in arguments.items() if value is not None}
+    _check_types(given)
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
     tokenizer = None if ask.tokenizer is None else file_in(Path(ask.tokenizer), "tokenizer.json")
@@ -289,6 +297,20 @@ def check_place(report: Path) -> None:
     require_place(report)
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """The command line has checked its own; Python's arguments may be anything. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    for name, value in given.items():
+        several = name in LISTS and isinstance(value, Collection) and not isinstance(value, str)
+        values = list(value) if several else [value]
+        if name in (*NUMBERS, *LISTS) and not all(isinstance(one, Real) for one in values):
+            remedy = "give a number or a list of numbers" if name in LISTS else "give a number"
+            raise UsageError(f"{name} is {value!r}", remedy=remedy)
+        if name == "sampling" and not isinstance(value, Mapping):
+            raise UsageError(f"{name} is {value!r}", remedy='give a mapping, such as {"top_p": 0.9}')
 
 
 def _several(value: Any) -> list[Any] | None:

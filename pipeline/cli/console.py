@@ -312,7 +312,7 @@ def accuracy(report: AccuracyReport | AloneReport) -> None:
     from trtpipe.pipeline.accuracy.gate import WORST, AloneReport, percent
 
     if isinstance(report, AloneReport):
-        table(("", "quantized"), report.summary(), numeric=("quantized",))
+        table(("", report.kind), report.summary(), numeric=(report.kind,))
     else:
         table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
         layers = [(f"layer {layer.layer}", percent(layer.local), percent(layer.accumulated)) for layer in report.worst]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from trtpipe.engines.errors import UsageError, nearest
@@ -33,8 +34,8 @@ def describe(error: Any) -> UsageError:
 
 
 def _number(parameter: Any) -> str:
-    """The values that a numeric option takes, in words: "a whole number from 0 to 65535, such as 8000". "" for other
-    options."""
+    """The values that a numeric option takes, in words: "a whole number from 0 to 65535, such as 8000", or "a number
+    of seconds" where the help names them. "" for other options."""
     words = str(getattr(getattr(parameter, "type", None), "name", "")).split()
     kinds = {"int": "a whole number", "integer": "a whole number", "float": "a number"}
     if not words or words[0] not in kinds:
@@ -46,4 +47,6 @@ def _number(parameter: Any) -> str:
     elif least is not None:
         bounds = f" of {least:g} or more"
     usual = parameter.default
-    return kinds[words[0]] + bounds + (f", such as {usual:g}" if isinstance(usual, int | float) and usual else "")
+    unit = " of seconds" if re.search(r"\bseconds\b", str(getattr(parameter, "help", "")), re.IGNORECASE) else ""
+    such = f", such as {usual:g}" if isinstance(usual, int | float) and usual else ""
+    return kinds[words[0]] + unit + bounds + such

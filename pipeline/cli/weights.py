@@ -225,12 +225,21 @@ def verify(
 
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.hf.folder import is_checkpoint
     from trtpipe.pipeline.accuracy import gate, page
     from trtpipe.pipeline.accuracy.task_files import read_task
     from trtpipe.pipeline.accuracy.tasks import score_tasks
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
 
+    if is_checkpoint(original):
+        model = "HF_DIR" if quantized is None or is_checkpoint(quantized) else quantized
+        raise UsageError(
+            f"{original} is a TensorRT-LLM checkpoint",
+            why="the first folder is the original, a Hugging Face folder",
+            remedy=f"use `{_command('verify', model, original)}`",
+        )
     files = tasks or []
     for file in files:  # a mistake in one need not wait for the models
         read_task(file)

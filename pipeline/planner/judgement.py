@@ -39,7 +39,7 @@ def judge(
             why="it has kernels for them on GPUs alone",
             remedy="use --runtime reference, or --dtype bf16",
         )
-    check_mapping(model, target.mapping, quantization=target.quantization)
+    check_mapping(model, target.mapping, quantization=target.quantization, stored=bool(target.stored))
     if not build.streamingllm:
         remedy = f"set build.max_seq_len={model.longest_sequence} or less"
         require_length(model, name, build.max_seq_len, "build.max_seq_len", remedy)

@@ -66,7 +66,7 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
     """
     from trtpipe.engines.quantize.samples import make_samples
 
-    tokenizer, config = read_tokenizer(model), read_model_config(model, quantized=True)
+    config, tokenizer = read_model_config(model, quantized=True), read_tokenizer(model)
     require_length(config, calibration)
     return make_samples(texts(calibration.data), tokenizer, calibration, vocab_size=config.vocab_size)
 

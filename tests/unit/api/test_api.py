@@ -128,6 +128,22 @@ def test_arguments_of_a_benchmark() -> None:
         choose(concurency=2)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("concurrency", "a", "concurrency is 'a'; give a number or a list of numbers"),
+        ("rate", [1, "b"], "rate is [1, 'b']; give a number or a list of numbers"),
+        ("duration", "10s", "duration is '10s'; give a number"),
+        ("connections", "2", "connections is '2'; give a number"),
+        ("sampling", "top_p", """sampling is 'top_p'; give a mapping, such as {"top_p": 0.9}"""),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(trtpipe.UsageError) as error:
+        trtpipe.bench(**{argument: value})
+    assert str(error.value) == message
+
+
 @pytest.mark.process
 @pytest.mark.loopback
 def test_a_benchmark_where_an_event_loop_runs_as_in_a_notebook(

@@ -336,6 +336,14 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
             "--itl is -1.0; give a number from 0.1 to 10000, such as 10; see `trtpipe bench selftest --help`",
         ),
         (
+            ["bench", "--duration", "10s"],
+            "--duration is '10s'; give a number of seconds; see `trtpipe bench --help`",
+        ),
+        (
+            ["bench", "--timeout", "3s"],
+            "--timeout is '3s'; give a number of seconds, such as 300; see `trtpipe bench --help`",
+        ),
+        (
             ["bench", "--concurrency", "1,4,1"],
             "--concurrency is a list with 1 twice; give it once; --repeat 2 measures each load point twice",
         ),

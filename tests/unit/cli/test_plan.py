@@ -63,7 +63,8 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
     [
         (["--gpu", ","], "no gpu is named; give one, or several with commas"),
         (["--dtype", "fp9"], "unknown dtype 'fp9'; did you mean 'fp8'?"),
-        (["--kv-cache", "int9"], "unknown KV cache type 'int9'; did you mean 'int8'?"),
+        (["--kv-cache", "fp16"],
+         "unknown KV cache type 'fp16'; known: none, fp8, int8, nvfp4; none leaves it unquantized"),
         (["--gpu", "h1000"], "unknown GPU 'h1000'; did you mean 'h100'?"),
         (["--slo", "tptt:1ms"], "'tptt' is not a metric of objectives; did you mean 'tpot'?"),
         (["--price", "h100"], "--price h100 is not a price; write for example h100=2.5, of one GPU an hour"),

@@ -11,7 +11,8 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import Run, fill_the_disk
 from tests.unit.cli.damages import DAMAGES, missing_tensor
-from trtpipe.engines.errors import StageFailed
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.pipeline.sources import hub
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,36 @@ def test_a_remedy_names_an_option_that_the_command_has(
     (in_folder / "task.yaml").write_text(json.dumps(task))
     done = run(*(word.replace("MODEL", str(model)) for word in words))
     assert done.error() == line.replace("MODEL", str(model))
+
+
+def test_verify_tells_a_wrong_order_and_a_missing_tokenizer(run: Run, model: Path, in_folder: Path) -> None:
+    assert run("convert", model, "out").status == 0
+    for given, right in ((["out", model], model), (["out"], "HF_DIR"), (["out", "out"], "HF_DIR")):
+        assert run("verify", *given).error() == (
+            "out is a TensorRT-LLM checkpoint: the first folder is the original, a Hugging Face folder; "
+            f"use `trtpipe verify {right} out`"
+        )
+    for command in (["convert", "out", "other"], ["quantize", "out", "other", "--quant", "fp8"]):
+        assert run(*command).error() == (
+            "out is a TensorRT-LLM checkpoint; give the Hugging Face folder that it was made of"
+        )
+    assert run("restore", "out", "back").status == 0
+    assert run("verify", "back", "out").error() == (
+        "back has no tokenizer.json: text cannot be tokenized; "
+        "copy tokenizer.json from the original model, or download the model again"
+    )
+
+
+def test_the_remedy_for_a_data_set_names_options_of_quantize(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: str) -> Path:
+        raise HostError("no data", remedy="--set calibration.data=demo --set calibration.samples=128")
+
+    monkeypatch.setattr(hub, "download_data", unreachable)
+    assert run("quantize", model, "out", "--quant", "fp8", "--seq-len", "64").error() == (
+        "no data; --calib demo --samples 128"
+    )
 
 
 def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:

@@ -159,7 +159,7 @@ def test_weights_as_they_are_may_have_a_quantized_cache() -> None:
     [
         ("fp8", A100, "a KV cache in FP8 does not run on a100 (SM80): it is known to run on SM89, "),
         ("int8", B200, "a KV cache in INT8 does not run on b200 (SM100): it is known to run on SM80, "),
-        ("fp4", H100, "unknown KV cache type 'fp4'; did you mean 'fp8'?"),
+        ("fp4", H100, "unknown KV cache type 'fp4'; known: none, "),
         ("nvfp4", H100, "a KV cache in NVFP4 does not run on h100 (SM90): it is known to run on SM100, SM103; use "),
         ("nvfp4", gpu("rtx5090", 120), "a KV cache in NVFP4 does not run on rtx5090 (SM120)"),
     ],

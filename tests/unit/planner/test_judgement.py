@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.factories import hf_folder
 from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.layers import set_layer
@@ -20,6 +23,7 @@ from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.spec import BuildSpec
 
 H100 = {"gpu": "h100", "dtype": "bf16"}
+GROUPS = "groups of 64 (--group-size 64 or --set group_size=64)"
 
 
 def made(model: str, *assignments: str, **options: Any) -> BuildSpec:
@@ -71,12 +75,12 @@ def test_plan_and_settings_say_the_same(model: str, options: dict[str, Any], wor
     ("model", "options", "remedy"),
     [
         # Each remedy works, below.
-        ("llama2-7b", {"dtype": "int4-awq", "tp": 4}, "use --group-size 64, or tp sizes that fit: 1, 2"),
-        ("smollm2-135m", {"dtype": "int4-awq"}, "with --group-size 64 tp sizes that fit: 1, 3"),
+        ("llama2-7b", {"dtype": "int4-awq", "tp": 4}, f"use {GROUPS}, or tp sizes that fit: 1, 2"),
+        ("smollm2-135m", {"dtype": "int4-awq"}, f"with {GROUPS} tp sizes that fit: 1, 3"),
         (
             "smollm2-135m",
             {"dtype": "w4a8-awq"},
-            "with a --dtype without groups or tiles, such as bf16, tp sizes that fit",
+            "with a precision without groups, blocks or tiles, such as fp8 or bf16, tp sizes that fit: 1, 3",
         ),
         ("smollm2-135m", {"dtype": "int8-wo", "tp": 9}, "intermediate_size 1536; tp sizes that fit: 1, 3"),
     ],
@@ -86,11 +90,24 @@ def test_a_remedy_names_what_works(model: str, options: dict[str, Any], remedy: 
     assert remedy in planned(model, **{**H100, **options})
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "remedy"),
+    [("llama2-7b", 4, "tp sizes that fit: 1, 2"), ("smollm2-135m", 1, "start from the model's bf16 or fp16 folder")],
+)
+def test_a_model_that_came_quantized_is_given_no_other_precision(model: str, tp: int, remedy: str) -> None:
+    awq = Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=128)
+    with pytest.raises(UsageError) as error:
+        check_mapping(find_shape(model)[1], Mapping(tp_size=tp), quantization=awq, stored=True)
+    assert error.value.remedy == remedy
+
+
 def test_what_the_remedies_name_is_not_refused() -> None:
     assert made("llama2-7b", dtype="int4-awq", tp=4, group_size=64).quantization.group_size == 64
     assert made("llama2-7b", dtype="int4-awq", tp=2).mapping.tp_size == 2
     assert made("smollm2-135m", dtype="int4-awq", group_size=64, tp=3).mapping.tp_size == 3
+    assert made("smollm2-135m", "group_size=64", dtype="int4-awq", tp=3).mapping.tp_size == 3
     assert made("smollm2-135m", dtype="int8-wo", tp=3).mapping.tp_size == 3
+    assert {made("smollm2-135m", dtype=dtype, tp=3).mapping.tp_size for dtype in ("fp8", "bf16")} == {3}
     assert made("llama3-70b", tp=2).build.max_batch_size >= 8
 
 

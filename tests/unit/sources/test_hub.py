@@ -360,3 +360,15 @@ def test_the_clients_own_variables_work_as_everywhere(server: Hub, files: dict[s
     server.asked.clear()
     assert run(HF_HUB_OFFLINE="1") == str(folder)
     assert server.asked == []
+
+
+def test_the_remedy_for_a_data_set_names_text_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as closed:
+        pass
+    use(closed, tmp_path / "hf", monkeypatch)
+    with pytest.raises(HostError) as error:
+        hub.download_data("abisee/cnn_dailymail", "0" * 40, "train.parquet")
+    huggingface_hub.close_session()
+    words = refused(error, 4)
+    assert words.startswith("the data set abisee/cnn_dailymail cannot be had: ")
+    assert words.endswith("or the shipped text, --set calibration.data=demo --set calibration.samples=128")

@@ -41,7 +41,8 @@ class Run:
 
     @property
     def gpus(self) -> int | None:
-        return gpus(self.report)
+        """None on a CPU too."""
+        return None if (self.report.get("engine") or {}).get("gpu") == "cpu" else gpus(self.report)
 
     def named(self, words: str) -> str:
         return f"{self.name}, {words}" if self.name else words

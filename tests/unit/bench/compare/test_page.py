@@ -74,6 +74,8 @@ def test_throughput_is_of_a_gpu_where_every_report_says_how_many() -> None:
     drawn = against_latency([one, unsaid])[-1]
     assert drawn.title == "Throughput of the server against speed of one client"
     assert [curve["y"] for curve in drawn.charts[0]["curves"]] == [[300], [300]]
+    cpu = Run(name="B", report=report([found], target="m.cpu.fp32", engine={"gpu": "cpu", "tp_size": 1, "pp_size": 1}))
+    assert against_latency([cpu])[-1].title == "Throughput of the server against speed of one client"
 
 
 def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -> None:

@@ -186,6 +186,14 @@ def test_not_a_llama(folder: Path, architectures: object, line: str) -> None:
     assert line in refused(error)
 
 
+def test_a_checkpoint_of_tensorrt_llm_is_told_as_one(folder: Path) -> None:
+    with pytest.raises(UnknownModel) as error:
+        config(folder, architectures=None, architecture="LlamaForCausalLM")
+    assert refused(error) == (
+        f"{folder} is a TensorRT-LLM checkpoint; give the Hugging Face folder that it was made of"
+    )
+
+
 def test_no_config(folder: Path) -> None:
     for why in ("there is no such folder", "it has no config.json"):
         with pytest.raises(UnknownModel) as error:

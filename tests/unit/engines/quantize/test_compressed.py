@@ -225,7 +225,7 @@ def test_a_runtime_takes_an_algorithm_in_a_format_that_it_reads(algo: str, forms
         ),
         (
             "fp8-block", "hf",
-            "blocks of 128 do not divide the 128 and 192 input features at tp_size 1; with a --dtype without groups",
+            "blocks of 128 do not divide the 128 and 192 input features at tp_size 1; with a precision without",
         ),
         ("int4-awq", COMPRESSED_TENSORS, "groups of 128 do not divide the 128 and 192 input features at tp_size 1"),
     ],
