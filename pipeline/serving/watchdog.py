@@ -94,10 +94,12 @@ def attend(
             server, process = _start_again(server, store, options, note)
             stubs = Stubs(server.pid)
             note(f"{server.name} serves again")
-    except (KeyboardInterrupt, SystemExit):
-        with contextlib.suppress(OSError):  # the terminal is gone
+    except (KeyboardInterrupt, SystemExit) as left:
+        with contextlib.suppress(OSError, SystemExit):  # the terminal, or the reader of the output, is gone
             stopping()
         end(server)
+        if isinstance(left, SystemExit):
+            raise
     except BaseException as error:
         if process.poll() is None:
             tritonserver.kill(process)

@@ -222,6 +222,25 @@ def test_a_server_that_is_told_to_end_is_no_failure(monkeypatch: pytest.MonkeyPa
     assert (told, servers.recorded(store)) == (["ready", "stopping", "ended"], [])
 
 
+def test_a_server_whose_announcement_has_no_reader_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in `trtpipe serve TARGET --detach 2>&1 | head -1`: nothing that is written arrives."""
+
+    def unread() -> None:
+        raise SystemExit(141)
+
+    monkeypatch.setattr(watchdog, "Stubs", lambda pid: None)
+    monkeypatch.setattr(watchdog, "end", lambda server: ended.append(server.name))
+    ended: list[str] = []
+    process: Any = None
+    options: Any = None
+    with pytest.raises(SystemExit) as left:
+        watchdog.attend(
+            server(None), process, Store(tmp_path), options, restarts=0, ready=unread, stopping=unread, note=print
+        )
+    assert (left.value.code, ended) == (141, [server(None).name])
+    assert servers.recorded(Store(tmp_path)) == []
+
+
 def test_a_model_that_dies_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Deaths of another model do not count."""
     deaths = ["preprocessing", "postprocessing"] * 10 + ["preprocessing"]
