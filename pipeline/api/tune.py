@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.bench.options import BenchOptions, Progress
     from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.pipeline.tune.candidates import Candidate
+    from trtpipe.pipeline.tune.schedule import Schedule
     from trtpipe.pipeline.tune.search import Score, Winner
     from trtpipe.pipeline.tune.study import Run, Study
 
@@ -43,6 +46,7 @@ def tune(
     engine_python  Python that runs engines, as of `serve`
 
     Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
+    Where no change could be measured, the study has no winner, and its state is "no answer".
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
@@ -56,10 +60,13 @@ def tune(
     )  # fmt: skip
     study = session.study
     try:
-        changes = session.affordable()
-        study.winner = search(changes, session.score)
-        none_had_time = not changes and session.possible
-        study.state = "complete" if study.winner.complete and not none_had_time else "out of time"
+        winner = search(session.candidates, session.score, session.time_for)
+        untried = session.leave_out()
+        if study.compared:
+            study.winner = winner
+            study.state = "complete" if winner.complete and not untried else "out of time"
+        else:
+            study.state = "no answer"
     except KeyboardInterrupt:
         study.winner = session.best_so_far()
         note(f"what was measured is in {study.folder}; the same command goes on from there")
@@ -88,7 +95,6 @@ class _Session:
         from trtpipe.pipeline.serving.servers import running
         from trtpipe.pipeline.store.store import Store
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
-        from trtpipe.pipeline.tune.schedule import Schedule
 
         if not 0 < minutes <= MOST_MINUTES:
             raise UsageError(f"--minutes is {minutes:g}", remedy=f"give a positive number, at most {MOST_MINUTES:,}")
@@ -129,41 +135,54 @@ class _Session:
             note(f"{len(self.study.runs)} measurements are there already, of {self._spent_before / 60:.1f} minutes")
         self._specs: dict[Candidate, BuildSpec] = {AS_IT_IS: self._spec}
         self._expected: dict[Candidate, float | None] = {}
-        self._candidates = self._ordered(options)
-        self.possible = bool(self._candidates)
-        self._schedule = Schedule(seconds=60 * minutes, candidates=len(self._candidates))
+        self.candidates = self._ordered(options)
+        self._seconds = 60 * minutes
 
-    def affordable(self) -> list[Candidate]:
-        """As many candidates as there is time for, once it is known how long a server takes to start and a request."""
-        from trtpipe.pipeline.tune.candidates import AS_IT_IS
-
-        first = self._measure(AS_IT_IS, 0, 0)
-        self._schedule = self._schedule.fitting(first.start_s, first.request_s, first.tail_s)
-        kept = self._candidates[: self._schedule.candidates]
-        remedy = "give more --minutes" if kept else f"one change takes {self._schedule.enough_s / 60:.0f} --minutes"
-        for one in self._candidates[len(kept) :]:
-            self.study.left[one.name] = f"there was no time for it: {remedy}"
-        self._candidates = kept
-        return kept
-
-    def score(self, candidate: Candidate, number: int, repeat: int, size: int) -> Score:
+    def score(self, candidate: Candidate, number: int, repeat: int) -> Score:
         """See search.Measure."""
         from trtpipe.pipeline.tune.search import Score
 
         run = self._measure(candidate, number, repeat)
         return Score(run.rate, broken=not run.report)
 
+    def time_for(self, measurements: int, candidate: Candidate, number: int, repeat: int) -> bool:
+        """See search.TimeFor."""
+        done = self.study.find(candidate, number, repeat) is not None
+        return done or self._left_s >= measurements * self._schedule.least_s
+
+    def leave_out(self) -> bool:
+        """Note which changes have no result and why, and how many minutes would be enough. Return whether there was no
+        time for one of them."""
+        from trtpipe.pipeline.tune.study import best_run
+
+        study, schedule = self.study, self._schedule
+        took = [run.seconds for run in study.runs if run.candidate.changes and run.report]
+        each_s = sum(took) / len(took) if took else 0.0
+        untried = [one for one in self.candidates if not study.of(one)]
+        for one in self.candidates:
+            runs = study.of(one)
+            if one in untried:
+                minutes = math.ceil(schedule.enough_s(len(self.candidates), each_s) / 60)
+                study.left[one.name] = f"there was no time for it: --minutes {minutes} is enough for all changes"
+            elif best_run(runs).rate is None:
+                study.left[one.name] = runs[-1].told
+        if took or untried:
+            # Where a change had its time, and that was not enough, the same is not enough again.
+            seconds = 2 * self._seconds if took else schedule.enough_s(1, each_s)
+            study.remedy = f"give --minutes {math.ceil(seconds / 60)} or more"
+        return bool(untried)
+
     def best_so_far(self) -> Winner | None:
         """The winner of an interrupted search, from what it has measured."""
         from trtpipe.pipeline.tune.search import OutOfTime, Score, search
 
-        def again(candidate: Candidate, number: int, repeat: int, size: int) -> Score:
+        def again(candidate: Candidate, number: int, repeat: int) -> Score:
             found = self.study.find(candidate, number, repeat)
             if found is None:
                 raise OutOfTime
             return Score(found.rate, broken=not found.report)
 
-        return search(self._candidates, again) if self.study.runs else None
+        return search(self.candidates, again) if self.study.runs else None
 
     def write_recipe(self, candidate: Candidate) -> None:
         """Write the build recipe of a candidate, with what was measured as its comment."""
@@ -226,7 +245,7 @@ class _Session:
         done = self.study.find(candidate, number, repeat)
         if done is not None:
             return done
-        if self._left_s <= self._schedule.start_s:
+        if self.study.runs and not self.time_for(1, candidate, number, repeat):
             raise OutOfTime
         begun = time.monotonic()
         self._note(f"round {number + 1}: {candidate.name}")
@@ -250,18 +269,37 @@ class _Session:
         return run
 
     @property
+    def _schedule(self) -> Schedule:
+        """With what the first measurement, of the target as it is, showed."""
+        from trtpipe.pipeline.tune.schedule import Schedule
+
+        schedule = Schedule(seconds=self._seconds, candidates=len(self.candidates))
+        if not self.study.runs:
+            return schedule
+        first = self.study.runs[0]
+        return replace(schedule, around_s=first.around_s, request_s=first.request_s, tail_s=first.tail_s)
+
+    @property
     def _left_s(self) -> float:
-        return self._schedule.seconds - self._spent_before - (time.monotonic() - self._began)
+        return max(0.0, self._seconds - self._spent_before - (time.monotonic() - self._began))
+
+    def _search_s(self, number: int, repeat: int) -> float:
+        """Seconds of the search for a rate in a measurement that begins now."""
+        from trtpipe.pipeline.tune.search import ONCE_MORE
+
+        schedule = self._schedule
+        if not self.study.runs:
+            return min(schedule.first_s, self._left_s)
+        return schedule.search_s(self._seconds if repeat == ONCE_MORE else schedule.limit_s(number), self._left_s)
 
     def _served(self, candidate: Candidate, number: int, repeat: int, begun: float) -> Run:
-        from dataclasses import replace
-
         from trtpipe.pipeline.api.bench import choose, measure
         from trtpipe.pipeline.api.build import build
         from trtpipe.pipeline.api.serve import serve
         from trtpipe.pipeline.bench.results.files import write_report
         from trtpipe.pipeline.tune.study import Run
 
+        search_s = self._search_s(number, repeat)
         folder = self.study.folder / _folder_name(candidate)
         build(self._spec_of(candidate), store=self._store, folder=folder, given=self._imported(candidate))
         built = time.monotonic()
@@ -270,25 +308,27 @@ class _Session:
             engine_python=self._engine_python,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
-            schedule, point_s = self._schedule, self._schedule.point_s(number)
-            search_s = schedule.search_s(number) if self.study.runs else schedule.first_s
+            # The first search needs more load points, since it knows no rate to begin at.
+            point_s = self._schedule.point_s(search_s if self.study.runs else self._schedule.limit_s(0))
             options, served = choose(client.target, **{**self._bench, "server": client.server})
             options = self._search(
                 options, self._find, rate=self._start_rate(candidate), seconds=point_s, number=number,
-                limit_s=min(search_s, max(self._left_s, 0.0)),
+                limit_s=min(search_s, self._left_s),
             )  # fmt: skip
             asked = time.monotonic()
             report = measure(replace(options, seed=repeat), served, self._progress, self._note)
-            tail_s = max(0.0, (time.monotonic() - asked) / max(1, len(report.results)) - point_s)
+            searched_s = time.monotonic() - asked
+            tail_s = max(0.0, searched_s / max(1, len(report.results)) - point_s)
         if report.interrupted:
             raise KeyboardInterrupt
         if report.broken is not None:
             raise report.broken
         file = folder / f"round{number + 1}.{repeat + 1}.json"
         write_report(report, file)
+        seconds = time.monotonic() - begun
         return Run.measured(
-            report, candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun,
-            start_s=start_s, tail_s=tail_s, report=str(file.relative_to(self.study.folder)),
+            report, candidate=candidate, round=number, repeat=repeat, seconds=seconds, start_s=start_s,
+            around_s=seconds - searched_s, tail_s=tail_s, report=str(file.relative_to(self.study.folder)),
         )  # fmt: skip
 
     def _imported(self, candidate: Candidate) -> dict[str, Any]:
@@ -315,8 +355,6 @@ class _Session:
         self, options: BenchOptions, find: str, *, rate: float | None, seconds: float, number: int, limit_s: float
     ) -> BenchOptions:
         """`options` as a search for a rate that takes about `limit_s`. Raises UsageError."""
-        from dataclasses import replace
-
         from trtpipe.pipeline.bench.load.loads import Open
         from trtpipe.pipeline.bench.search import Search
 

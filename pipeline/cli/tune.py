@@ -30,18 +30,20 @@ def tune(
         str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Search the settings with which a target serves most.
 
     The target is served and measured on this machine, with one setting changed at a time and then with the best changes
     together; what the planner expects most of is tried first. The target stays as it is: the result is a build recipe,
-    with every measurement beside it. Ctrl-C keeps what was measured, and the same command goes on from there.
+    with every measurement beside it. Ctrl-C keeps what was measured, and the same command goes on from there. Where no
+    change could be measured, the exit status is 5.
 
     \b
     Examples:
       trtpipe tune llama3-8b.h100.fp8 --slo 'ttft:p99<500ms' --slo 'tpot:50ms'
       trtpipe tune smollm2-135m.cpu.fp32 --slo 'ttft:p90<2s' --minutes 10
     """
+    from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.tune import tune as search
     from trtpipe.pipeline.cli import console, console_bench
     from trtpipe.pipeline.cli.config import read_config
@@ -54,9 +56,10 @@ def tune(
             output_tokens=output_tokens, protocol=protocol, price=price,
             engine_python=engine_python or str(own.engine_python or "") or None, note=console.note, progress=progress,
         )  # fmt: skip
+    status = 0 if study.compared else StageFailed.exit_code
     if as_json:
         console.result_json(study.to_json())
-        return
+        return status
     rows = []
     for candidate in study.candidates():
         run = best_run(study.of(candidate))
@@ -64,7 +67,9 @@ def tune(
         rows.append((candidate.name, str(run.round + 1), "" if run.rate is None else f"{run.rate:.4g}",
                      "" if tokens is None else f"{tokens:.4g}"))  # fmt: skip
     console.table(("settings", "round", "requests/s", "tokens/s"), rows, numeric=("round", "requests/s", "tokens/s"))
-    console.result(
-        study.said(), *(f"{name}: {study.folder / name}" for name in (JSON_NAME, HTML_NAME)),
-        f"next: trtpipe build --recipe {study.folder / RECIPE_NAME}",
-    )  # fmt: skip
+    for why in dict.fromkeys(study.left.values()):
+        console.note(f"not measured: {'; '.join(name for name, its in study.left.items() if its == why)}: {why}")
+    console.result(study.said(), *(f"{name}: {study.folder / name}" for name in (JSON_NAME, HTML_NAME)))
+    if study.winner is not None:
+        console.result(f"next: trtpipe build --recipe {study.folder / RECIPE_NAME}")
+    return status

@@ -72,7 +72,7 @@ def _cards(study: Study) -> Iterator[Card]:
 def _findings(study: Study) -> Iterator[Finding]:
     yield Finding(text=sentence(study.said()), good=study.winner is not None)
     yield Finding(
-        text=f"{len(study.runs)} measurements in {study.spent_s / 60:.1f} minutes; the search is {study.state}."
+        text=f"{len(study.runs)} measurements in {study.spent_s / 60:.1f} minutes; state of the search: {study.state}."
     )
 
 

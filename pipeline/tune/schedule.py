@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trtpipe.pipeline.tune.search import REPEATS, round_sizes
 
@@ -21,14 +20,14 @@ class Schedule:
     """Rounds get equal shares of `seconds`, the last one as many as it is repeated, and so each measurement of a round
     more than one of the round before.
 
-    start_s    of a server, until it is ready
+    around_s   of a measurement without its search: its server is built, started and stopped
     request_s  of one request alone
     tail_s     of a load point after its length, in which the requests that are under way are answered
     """
 
     seconds: float
     candidates: int
-    start_s: float = 0.0
+    around_s: float = 0.0
     request_s: float = 0.0
     tail_s: float = 0.0
 
@@ -39,10 +38,10 @@ class Schedule:
     @property
     def least_s(self) -> float:
         """Seconds of the shortest measurement."""
-        return self.start_s + POINTS * (self.least_point_s + self.tail_s)
+        return self.around_s + POINTS * (self.least_point_s + self.tail_s)
 
     def limit_s(self, number: int) -> float:
-        """Seconds of a measurement of this round, with the start of its server."""
+        """Seconds of a measurement of this round."""
         sizes = round_sizes(self.candidates)
         return self.seconds / ((len(sizes) + REPEATS - 1) * sizes[min(number, len(sizes) - 1)])
 
@@ -51,23 +50,17 @@ class Schedule:
         """Seconds of the search for a rate of which nothing is known."""
         return max(POINTS * LEAST_POINT_S, FIRST * self.seconds)
 
-    def search_s(self, number: int) -> float:
-        """Seconds of these for the search for a rate; never fewer than it needs."""
-        return max(self.least_s, self.limit_s(number)) - self.start_s
+    def search_s(self, share_s: float, left_s: float) -> float:
+        """Seconds of the search for a rate in a measurement of `share_s`, as far as these leave the time of two more
+        measurements; never fewer than it needs, nor more than are left."""
+        share_s = min(share_s, left_s - 2 * self.least_s)
+        return max(0.0, min(left_s, max(self.least_s, share_s)) - self.around_s)
 
-    def point_s(self, number: int) -> float:
-        """Length of each of its load points, in seconds."""
-        return min(MOST_POINT_S, self.search_s(number) / POINTS - self.tail_s)
+    def point_s(self, search_s: float) -> float:
+        """Length of a load point of such a search, in seconds."""
+        return min(MOST_POINT_S, max(self.least_point_s, search_s / POINTS - self.tail_s))
 
-    @property
-    def enough_s(self) -> float:
-        """Seconds of the shortest search that measures a change beside the target as it is, REPEATS times each."""
-        return math.ceil(2 * REPEATS * self.least_s / 60) * 60
-
-    def fitting(self, start_s: float, request_s: float, tail_s: float = 0.0) -> Schedule:
-        """The same for as many of the candidates as can each have their least time in the first round."""
-        able = [
-            replace(self, candidates=number, start_s=start_s, request_s=request_s, tail_s=tail_s)
-            for number in range(self.candidates + 1)
-        ]
-        return next((one for one in reversed(able) if one.limit_s(0) >= one.least_s), able[0])
+    def enough_s(self, changes: int, each_s: float) -> float:
+        """Seconds of a search that measures so many changes for `each_s`, and one more time the best of them beside the
+        target as it is."""
+        return (self.around_s + POINTS * LEAST_POINT_S + (changes + 2) * max(each_s, self.least_s)) / (1 - FIRST)

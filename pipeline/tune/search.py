@@ -4,7 +4,8 @@ Each round measures its candidates for longer than the one before, and keeps the
 all changes that beat the target as it is are tried together, after the second the two best candidates: settings whose
 effects are independent of each other are so found without trying every combination. The target as it is takes part in
 every round, since what a change gains is judged beside it. At the end the best and the target as it is are measured
-again in turn, and so is a second that is close: the spread of these measurements is the error of the gain.
+again in turn, and so is a second that is close: the spread of these measurements is the error of the gain. Where time
+is short, one measurement of every change comes first, then one more of what gained, and further rounds last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 
 # Measurements of the best and of the target as it is in the last round.
 REPEATS = 3
+# Number of the repeat in which a change of which nothing is known yet is measured once more, at the end.
+ONCE_MORE = REPEATS
 # Two results closer than this share are no difference: that of the bench's own search for a rate.
 CLOSE = 0.05
 
@@ -32,8 +35,11 @@ class Score:
     broken: bool = False
 
 
-# (candidate, number of the round, number of the repeat, number of candidates of the round) -> score
-Measure = Callable[[Candidate, int, int, int], Score]
+# (candidate, number of the round, number of the repeat) -> score
+Measure = Callable[[Candidate, int, int], Score]
+# (number of measurements, candidate, round, repeat) -> whether there is time for so many, of which this is the first;
+# true where it is measured already
+TimeFor = Callable[[int, Candidate, int, int], bool]
 
 
 class OutOfTime(Exception):
@@ -75,42 +81,59 @@ def most_measurements(candidates: int) -> int:
 Scores = dict[Candidate, list[tuple[int, float]]]
 
 
-def search(changes: Sequence[Candidate], measure: Measure) -> Winner:
-    """Find the best of `changes` and of their combinations. `measure` may raise OutOfTime."""
+def search(
+    changes: Sequence[Candidate], measure: Measure, time_for: TimeFor = lambda *measurement: True
+) -> Winner:  # fmt: skip
+    """Find the best of as many `changes` as there is time for, and of their combinations. `measure` may raise
+    OutOfTime."""
     scores: Scores = {}
-    unknown: set[tuple[Candidate, int]] = set()
+    unknown: dict[Candidate, int] = {}  # the last round in which the time of a measurement was over
 
-    def score(one: Candidate, number: int, size: int, repeat: int = 0) -> None:
-        found = measure(one, number, repeat, size)
+    def score(one: Candidate, number: int, repeat: int = 0) -> None:
+        found = measure(one, number, repeat)
         if found.rate is not None:
             scores.setdefault(one, []).append((number, found.rate))
         elif not found.broken:
-            unknown.add((one, number))
+            unknown[one] = number
 
+    def kept() -> int:
+        """Measurements that what gained so far needs: one more of the best, beside the target as it is."""
+        base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
+        return 2 if any(rated(found) > base for found in scores.values()) else 0
+
+    field: list[Candidate] = []
+    number = 0
     try:
-        field, number = list(changes), 0
-        while True:
-            size = 1 + len(field)
-            for one in (AS_IT_IS, *field):
-                score(one, number, size)
-            if len(field) <= 1:
+        score(AS_IT_IS, 0)
+        for one in changes:
+            if not time_for(1 + kept(), one, 0, 0):
                 break
-            field = _next(field, scores, unknown, number)
-            number += 1
+            field.append(one)
+            score(one, 0)
+        while len(field) > 1:
+            following = _next(field, scores, unknown, number)
+            if not following or not time_for(1 + len(following) + kept(), AS_IT_IS, number + 1, 0):
+                break
+            field, number = following, number + 1
+            for one in (AS_IT_IS, *field):
+                score(one, number)
     except OutOfTime:
         return _winner(scores, complete=False)
     with contextlib.suppress(OutOfTime):
+        for one in [one for one in unknown if one not in scores]:
+            if time_for(1 + kept(), one, number, ONCE_MORE):
+                score(one, number, ONCE_MORE)
         _repeat(scores, number, score)
     return _winner(scores, complete=True)
 
 
 def _next(
-    field: list[Candidate], scores: Scores, unknown: set[tuple[Candidate, int]], number: int
+    field: list[Candidate], scores: Scores, unknown: dict[Candidate, int], number: int
 ) -> list[Candidate]:  # fmt: skip
     """The candidates of the round after `number`: the better half, and what the best make together. One whose time was
     over counts as much as the target as it is: the next round measures longer."""
     base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
-    worth = {one: base for one in field if (one, number) in unknown}
+    worth = {one: base for one in field if unknown.get(one) == number}
     worth |= {one: rated(scores[one]) for one in field if scores.get(one, [(-1, 0.0)])[-1][0] == number}
     able = sorted(worth, key=lambda one: -worth[one])
     kept = able[: math.ceil(len(field) / 2)]
@@ -123,7 +146,7 @@ def _next(
     return kept
 
 
-def _repeat(scores: Scores, number: int, score: Callable[[Candidate, int, int, int], None]) -> None:
+def _repeat(scores: Scores, number: int, score: Callable[[Candidate, int, int], None]) -> None:
     """Measure the best of the last round, those close to it and the target as it is again, in turn."""
     last = sorted((one for one in scores if scores[one][-1][0] == number), key=lambda one: -rated(scores[one]))
     close = [one for one in last[:2] if rated(scores[one]) >= (1 - CLOSE) * rated(scores[last[0]])]
@@ -131,7 +154,7 @@ def _repeat(scores: Scores, number: int, score: Callable[[Candidate, int, int, i
     for repeat in range(1, REPEATS):
         if len(again) > 1:
             for one in again:
-                score(one, number, len(again), repeat)
+                score(one, number, repeat)
 
 
 def rated(found: Sequence[tuple[int, float]]) -> float:

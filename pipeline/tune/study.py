@@ -40,6 +40,7 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
+    around_s  of these without the search for a rate: the building, start and stop of the server
     request_s seconds of a request, the lowest median of its load points; 0 where that is not known
     tail_s    seconds of a load point after its length, the mean
     rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
@@ -55,6 +56,7 @@ class Run:
     seconds: float
     rate: float | None
     start_s: float = 0.0
+    around_s: float = 0.0
     request_s: float = 0.0
     tail_s: float = 0.0
     interval: tuple[float | None, float | None] = (None, None)
@@ -125,8 +127,9 @@ class Study:
     """A search on one machine.
 
     question  what decides the result: target, settings, objectives, load, time; a study with another is another study
-    left      candidates that were not measured, and why
-    state     complete, out of time, or interrupted
+    left      candidates that have no result, and why
+    remedy    what to do where no change has a result; "" where more time does not help
+    state     complete; out of time, before all candidates were measured; no answer, since none was; or interrupted
     price     of the target's GPUs for an hour, if known
     """
 
@@ -135,6 +138,7 @@ class Study:
     folder: Path
     runs: list[Run] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    remedy: str = ""
     winner: Winner | None = None
     state: str = "interrupted"
     price: float | None = None
@@ -171,6 +175,11 @@ class Study:
 
         return sorted(dict.fromkeys(run.candidate for run in self.runs), key=order)
 
+    @property
+    def compared(self) -> list[Candidate]:
+        """Changes that have a result, beside that of the target as it is."""
+        return [one for one in self.candidates() if one.changes and best_run(self.of(one)).rate is not None]
+
     def cost(self, run: Run) -> float | None:
         """Price of a million output tokens at a run's rate."""
         tokens = run.tokens_per_s
@@ -178,13 +187,15 @@ class Study:
 
     def said(self) -> str:
         """The result in one line."""
-        if self.winner is None:
+        if not self.runs:
             return "nothing was measured"
+        compared = len(self.compared)
+        if self.winner is None or not compared:
+            return "nothing but the target as it is was measured" + (f"; {self.remedy}" if self.remedy else "")
         cut = "" if self.winner.complete else "; time was over before the last round"
-        if not any(run.candidate.changes for run in self.runs):
-            return "nothing but the target as it is was measured"
         if not self.winner.candidate.changes:
-            return f"the target serves best as it is: nothing that was tried gains more than {CLOSE:.0%}{cut}"
+            of = f"of {compared} change{'s' * (compared != 1)} measured"
+            return f"the target serves best as it is: {of}, none gains more than {CLOSE:.0%}{cut}"
         runs = self.of(self.winner.candidate)
         rate = sum(run.rate or 0.0 for run in runs) / len(runs)
         error = "" if self.winner.error is None else f" ± {self.winner.error:.0%}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from dataclasses import replace
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 from trtpipe.pipeline.tune.schedule import LEAST_POINT_S, POINTS, Schedule
-from trtpipe.pipeline.tune.search import REPEATS, OutOfTime, Score, Winner, most_measurements, round_sizes, search
+from trtpipe.pipeline.tune.search import (
+    ONCE_MORE,
+    REPEATS,
+    OutOfTime,
+    Score,
+    Winner,
+    most_measurements,
+    round_sizes,
+    search,
+)
 
 # Settings -> what each of their values multiplies the rate by; a target as it is has a rate of 10.
 Surface = dict[str, dict[int, float]]
@@ -29,7 +39,7 @@ class Machine:
         self.surface, self.broken, self.most = surface, broken, most
         self.measured: list[tuple[Candidate, int, int]] = []
 
-    def __call__(self, candidate: Candidate, number: int, repeat: int, size: int) -> Score:
+    def __call__(self, candidate: Candidate, number: int, repeat: int) -> Score:
         if len(self.measured) >= self.most:
             raise OutOfTime
         assert (candidate, number, repeat) not in self.measured
@@ -94,7 +104,7 @@ def test_rounds_halve_and_the_best_is_repeated_beside_the_target_as_it_is() -> N
 )
 def test_a_gain_has_the_error_of_its_repeats_and_must_exceed_it(changed: list[float], expected: Winner) -> None:
     rates = {AS_IT_IS: [10.0, 12.0, 11.0], A: changed}
-    found = search([A], lambda one, number, repeat, size: Score(rates[one][repeat]))
+    found = search([A], lambda one, number, repeat: Score(rates[one][repeat]))
     assert replace(found, error=found.error and round(found.error, 3)) == expected
 
 
@@ -102,8 +112,8 @@ def test_a_candidate_whose_time_was_over_is_measured_longer_and_a_broken_one_is_
     surface = {"a": {1: 1.5}, "b": {1: 0.9}, "c": {1: 0.8}, "d": {1: 0.7}}
     machine, rounds = Machine(surface), []
 
-    def measure(candidate: Candidate, number: int, repeat: int, size: int) -> Score:
-        found = machine(candidate, number, repeat, size)
+    def measure(candidate: Candidate, number: int, repeat: int) -> Score:
+        found = machine(candidate, number, repeat)
         rounds.append((candidate.name, number))
         undecided, broken = candidate == A and number == 0, "b" in candidate.name
         return Score(None if undecided or broken else found.rate, broken=broken)
@@ -122,16 +132,92 @@ def test_out_of_time_the_best_of_what_was_measured_counts(most: int, expected: d
     assert dict(found.candidate.changes) == expected
 
 
-@given(st.floats(10, 1e5), st.integers(0, 20), st.floats(0, 60), st.floats(0, 20), st.floats(0, 30))
+class Clock:
+    """Time for `most` measurements; none of `undecided` has a result at once, of these `never` has none at all."""
+
+    def __init__(self, machine: Machine, most: int, undecided: str = "", never: str = "") -> None:
+        self.machine, self.most, self.undecided, self.never = machine, most, undecided, never
+        self.known: dict[tuple[Candidate, int, int], Score] = {}
+
+    def measure(self, candidate: Candidate, number: int, repeat: int) -> Score:
+        key = (candidate, number, repeat)
+        if not self.time_for(1, *key):
+            raise OutOfTime
+        if key not in self.known:
+            found = self.machine(*key)
+            late = candidate.name in self.never or (candidate.name in self.undecided and repeat != ONCE_MORE)
+            self.known[key] = Score(None) if late else found
+        return self.known[key]
+
+    def time_for(self, measurements: int, *key: Any) -> bool:
+        return key in self.known or len(self.known) + measurements <= self.most
+
+    def search(self) -> Winner:
+        return search(self.machine.changes(), self.measure, self.time_for)
+
+    def order(self) -> list[str]:
+        return [f"{one.name} {number} {repeat}" for one, number, repeat in self.known]
+
+
+def test_where_time_is_short_changes_come_before_rounds_and_what_gained_is_measured_again() -> None:
+    clock = Clock(Machine({"a": {1: 0.9, 2: 1.2}, "b": {1: 0.8, 2: 0.7, 3: 0.7}}), most=6)
+    found = clock.search()
+    # One change of five has no time: that is kept for the one that gained.
+    assert clock.order() == ["as it is 0 0", "a=1 0 0", "a=2 0 0", "b=1 0 0", "as it is 0 1", "a=2 0 1"]
+    assert (found.candidate, found.complete, found.error) == (Candidate.of({"a": 2}), True, 0.0)
+    assert found.gain == pytest.approx(0.2)
+    assert clock.search() == found  # the same again measures nothing, and finds the same
+    assert len(clock.known) == 6
+    # Where none gained, all are measured.
+    worse = Clock(Machine({"a": {1: 0.9, 2: 0.8}, "b": {1: 0.8, 2: 0.7, 3: 0.7}}), most=6)
+    assert worse.search().candidate == AS_IT_IS
+    assert len(worse.known) == 6
+    assert {one for one, _, _ in worse.known} == {AS_IT_IS, *worse.machine.changes()}
+
+
+@pytest.mark.parametrize(("most", "measured"), [(2, 2), (3, 3), (30, 7)])
+def test_a_change_whose_time_was_over_is_measured_once_more_with_what_is_left(most: int, measured: int) -> None:
+    clock = Clock(Machine({"a": {1: 1.5}}), most=most, undecided="a=1")
+    found = clock.search()
+    assert len(clock.known) == measured
+    assert found.candidate == (AS_IT_IS if most == 2 else A)
+    assert clock.search() == found
+    never = Clock(Machine({"a": {1: 1.5}}), most=30, never="a=1")
+    assert never.search().candidate == AS_IT_IS
+    assert never.order() == ["as it is 0 0", "a=1 0 0", f"a=1 0 {ONCE_MORE}"]
+
+
+@given(surfaces, st.integers(1, 15), st.integers(1, 30))
+def test_after_ctrl_c_the_search_goes_on_to_the_same_end(surface: Surface, stop: int, most: int) -> None:
+    whole, stopped = Clock(Machine(surface), most), Clock(Machine(surface), most)
+    found = whole.search()
+
+    def measure(*key: Any) -> Score:
+        if key not in stopped.known and len(stopped.known) == stop:
+            raise KeyboardInterrupt
+        return stopped.measure(*key)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        search(stopped.machine.changes(), measure, stopped.time_for)
+    assert stopped.search() == found
+    assert stopped.order() == whole.order()
+
+
+@given(st.floats(10, 1e5), st.integers(0, 20), st.floats(0, 120), st.floats(0, 20), st.floats(0, 30), st.floats(0, 1e5))
 def test_a_schedule_spends_no_more_than_its_time_and_leaves_each_measurement_the_least(
-    seconds: float, candidates: int, start_s: float, request_s: float, tail_s: float
+    seconds: float, candidates: int, around_s: float, request_s: float, tail_s: float, left_s: float
 ) -> None:
-    fitting = Schedule(seconds=seconds, candidates=candidates).fitting(start_s, request_s, tail_s)
-    sizes = round_sizes(fitting.candidates)
-    limits = [fitting.limit_s(number) for number in range(len(sizes))]
+    schedule = Schedule(
+        seconds=seconds, candidates=candidates, around_s=around_s, request_s=request_s, tail_s=tail_s
+    )  # fmt: skip
+    sizes = round_sizes(candidates)
+    limits = [schedule.limit_s(number) for number in range(len(sizes))]
     repeated = (REPEATS - 1) * sizes[-1] * limits[-1]
     assert sum(size * limit for size, limit in zip(sizes, limits, strict=True)) + repeated <= seconds * 1.001
     assert limits == sorted(limits)  # later rounds measure longer
-    if fitting.candidates:
-        assert limits[0] >= start_s + POINTS * (max(LEAST_POINT_S, min(60, 6 * request_s)) + tail_s) * 0.999
-        assert start_s + POINTS * (fitting.point_s(0) + tail_s) <= limits[0] * 1.001
+    search_s = schedule.search_s(limits[0], left_s)
+    assert 0 <= search_s <= left_s
+    if left_s >= schedule.least_s:
+        assert search_s >= POINTS * (max(LEAST_POINT_S, min(60, 6 * request_s)) + tail_s) * 0.999
+        assert POINTS * (schedule.point_s(search_s) + tail_s) <= search_s * 1.001
+    assert schedule.enough_s(3, 0) > around_s + 5 * schedule.least_s
