@@ -138,7 +138,7 @@ bench-cpu: $(READY) $(VLLM_READY) ## the reference runtime beside vLLM on this m
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python
 SCRATCH ?= .scratch/gpu
-ONLY ?= families,accuracy,folders,engine,kv_cache,reference,study,features,offload,tune,long,quantize,shared_gpu,parallel
+ONLY ?= families,accuracy,folders,engine,kv_cache,reference,study,features,reference_features,offload,tune,long,quantize,shared_gpu,parallel
 gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e ENGINE_PYTHON=..` (60 GB of disk)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.gpu $(SCRATCH) --engine-python $(ENGINE_PYTHON) --only $(ONLY) \

@@ -23,7 +23,6 @@ from tests.support.long_list import SCHEMA
 # What a server's row of `ps` and a target give: the figures of its loads.
 Loads = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DTYPE = "bf16"
-RUNTIMES = ("vllm", "reference")
 BATCH, WAVES = 64, 3
 ADAPTERS, RANK = (0, 1, 8, 32), 16
 DRAFTED = (1, 16, 64)
@@ -43,14 +42,22 @@ HOST_BYTES = 24 << 30
 
 
 def features(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
-    """Adapters, guides and n-gram drafts in each runtime."""
-    for runtime in RUNTIMES:
-        there = out.setdefault(runtime, {})
-        for name, settings in VARIANTS.items():
-            adapters = adapter_words(place, model, max(ADAPTERS)) if name == "lora" else ()
-            _measure(place, model, runtime, settings, adapters, there, name, _VARIANT_LOADS[name])
-            keep()
-        place.forget()
+    """Adapters, guides and n-gram drafts in vLLM."""
+    _in_runtime("vllm", place, model, out, keep)
+
+
+def reference_features(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
+    """The same in the reference runtime."""
+    _in_runtime("reference", place, model, out, keep)
+
+
+def _in_runtime(runtime: str, place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
+    there = out.setdefault(runtime, {})
+    for name, settings in VARIANTS.items():
+        adapters = adapter_words(place, model, max(ADAPTERS)) if name == "lora" else ()
+        _measure(place, model, runtime, settings, adapters, there, name, _VARIANT_LOADS[name])
+        keep()
+    place.forget()
 
 
 def _measure(

@@ -45,6 +45,9 @@ MISSING = {
     "features": """\
 - **LoRA, structured output and speculation** by cost at these sizes.
 """,
+    "reference_features": """\
+- **LoRA, structured output and speculation in the reference runtime** by cost at these sizes.
+""",
     "offload": """\
 - **A KV cache in the host's memory**, which needs a GPU.
 """,
@@ -72,6 +75,7 @@ times a card's price for an hour they are the cost.
 # Section -> its title and what it says.
 SERVED: dict[str, tuple[str, Callable[..., list[str]]]] = {
     "features": ("Features by cost", served_page.features),
+    "reference_features": ("Features by cost in the reference runtime", served_page.features),
     "offload": ("A KV cache in the host's memory", served_page.offload),
     "tune": ("What tuning wins", served_page.tune),
     "long": ("Under load for long", served_page.long),

@@ -41,8 +41,9 @@ def features(result: Mapping[str, Any]) -> list[str]:
     if lora:
         lines += [
             _said(
-                "LoRA, 64 in flight, adapters of rank 16 on all linears. vLLM computes with at most 8 adapters in a "
-                "step, so that requests of 32 take turns. None: the engine takes adapters and no request has one."
+                "LoRA, 64 in flight, adapters of rank 16 on all linears. None: the engine takes adapters and no request "
+                "has one."
+                + (" vLLM computes with at most 8 in a step, so that requests of 32 take turns." * ("vllm" in result))
             ),
             "| runtime | adapters | tok/s | without LoRA | ratio |",
             "|---|---|---|---|---|",

@@ -10,7 +10,7 @@ from tests.benchmarks.gpu.place import Place
 from tests.benchmarks.gpu.sections import Keep
 
 # A server takes a minute and more to start: the target as it is and some five changes.
-DTYPE, MINUTES = "fp8", 25.0
+DTYPE, MINUTES = "fp8", 14.0
 OBJECTIVES = ("ttft:p99<500ms", "itl:p99<50ms")
 INPUT, OUTPUT = "normal:256,64", "128"
 
