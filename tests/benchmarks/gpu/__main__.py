@@ -43,8 +43,9 @@ from trtpipe.pipeline.serving import engine_python, http_streams
 # What takes the model of Llama 3 8B's shapes.
 SHAPED: dict[str, Callable[[Place, Path, dict[str, Any], sections.Keep], None]] = {
     "engine": sections.engine, "kv_cache": sections.kv_cache, "reference": sections.reference, "study": sections.study,
-    "features": features.features, "reference_features": features.reference_features, "offload": features.offload, "tune": tuned.tune, "long": long_load.long,
-    "quantize": sections.quantize, "shared_gpu": sections.shared_gpu, "parallel": sections.parallel,
+    "features": features.features, "reference_features": features.reference_features, "offload": features.offload,
+    "tune": tuned.tune, "long": long_load.long, "quantize": sections.quantize, "shared_gpu": sections.shared_gpu,
+    "parallel": sections.parallel,
 }  # fmt: skip
 SECTIONS = ("families", "accuracy", "folders", *SHAPED, *several.SECTIONS)
 # From it on ranks may share a GPU.

@@ -41,8 +41,8 @@ def features(result: Mapping[str, Any]) -> list[str]:
     if lora:
         lines += [
             _said(
-                "LoRA, 64 in flight, adapters of rank 16 on all linears. None: the engine takes adapters and no request "
-                "has one."
+                "LoRA, 64 in flight, adapters of rank 16 on all linears. None: the engine takes adapters and no "
+                "request has one."
                 + (" vLLM computes with at most 8 in a step, so that requests of 32 take turns." * ("vllm" in result))
             ),
             "| runtime | adapters | tok/s | without LoRA | ratio |",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu.place import Place
+from tests.benchmarks.gpu.place import Failed, Place
 from tests.benchmarks.gpu.sections import Keep
 
 # A server takes a minute and more to start: the target as it is and some five changes.
@@ -19,10 +20,11 @@ def tune(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """The search, and what it measured."""
     run = place.build(model, DTYPE, "vllm")
     slo = [word for one in OBJECTIVES for word in ("--slo", one)]
-    place.trtpipe(
-        "tune", run.name, *slo, "--minutes", f"{MINUTES:g}", "--input-tokens", INPUT, "--output-tokens", OUTPUT,
-        "--engine-python", place.engine_python,
-    )  # fmt: skip
+    with suppress(Failed):  # a search without an answer has its record too
+        place.trtpipe(
+            "tune", run.name, *slo, "--minutes", f"{MINUTES:g}", "--input-tokens", INPUT, "--output-tokens", OUTPUT,
+            "--engine-python", place.engine_python,
+        )  # fmt: skip
     (found,) = run.glob("tune/*/tune.json")
     study = json.loads(found.read_text(encoding="utf-8"))
     kept = ("candidate", "round", "seconds", "start_s", "rate", "told")
