@@ -46,7 +46,8 @@ def tune(
     engine_python  Python that runs engines, as of `serve`
 
     Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
-    Where no change could be measured, the study has no winner, and its state is "no answer".
+    Where no change could be measured, the study has no winner, and its state is "no answer"; where the best gain is
+    less than twice its error, it is "undecided". Neither has a recipe.
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
@@ -65,6 +66,8 @@ def tune(
         if study.compared:
             study.winner = winner
             study.state = "complete" if winner.complete and not untried else "out of time"
+            if not winner.proven:
+                study.state = "undecided"
         else:
             study.state = "no answer"
     except KeyboardInterrupt:
@@ -73,7 +76,7 @@ def tune(
         raise
     finally:
         if study.runs:
-            if study.winner is not None:
+            if study.winner is not None and study.decided:
                 session.write_recipe(study.winner.candidate)
             study.write()
             page.write(study)

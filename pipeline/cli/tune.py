@@ -56,7 +56,7 @@ def tune(
             output_tokens=output_tokens, protocol=protocol, price=price,
             engine_python=engine_python or str(own.engine_python or "") or None, note=console.note, progress=progress,
         )  # fmt: skip
-    status = 0 if study.compared else StageFailed.exit_code
+    status = 0 if study.decided else StageFailed.exit_code
     if as_json:
         console.result_json(study.to_json())
         return status
@@ -70,6 +70,6 @@ def tune(
     for why in dict.fromkeys(study.left.values()):
         console.note(f"not measured: {'; '.join(name for name, its in study.left.items() if its == why)}: {why}")
     console.result(study.said(), *(f"{name}: {study.folder / name}" for name in (JSON_NAME, HTML_NAME)))
-    if study.winner is not None:
+    if study.decided:
         console.result(f"next: trtpipe build --recipe {study.folder / RECIPE_NAME}")
     return status

@@ -28,7 +28,7 @@ def text(study: Study) -> str:
     page = Page(
         kind="Tuning", title=study.target,
         about=f"`trtpipe tune`: {asked['goal']} within {' and '.join(asked['objectives'])}, measured on this machine.",
-        files=[JSON_NAME, RECIPE_NAME] if study.winner else [JSON_NAME], cards=list(_cards(study)),
+        files=[JSON_NAME, RECIPE_NAME] if study.decided else [JSON_NAME], cards=list(_cards(study)),
         findings=list(_findings(study)),
         sections=[
             Section(title="Throughput against speed", figures=list(_figures(study, measured))),
@@ -70,7 +70,7 @@ def _cards(study: Study) -> Iterator[Card]:
 
 
 def _findings(study: Study) -> Iterator[Finding]:
-    yield Finding(text=sentence(study.said()), good=study.winner is not None)
+    yield Finding(text=sentence(study.said()), good=study.decided)
     yield Finding(
         text=f"{len(study.runs)} measurements in {study.spent_s / 60:.1f} minutes; state of the search: {study.state}."
     )

@@ -54,12 +54,14 @@ class Winner:
     gain       of it over the target as it is, as a share; None where that was not comparable
     error      standard error of the gain, as a share too; None where one of both was measured once
     complete   false when time was over before the last round
+    proven     false where the gain is more than CLOSE, but less than twice its error
     """
 
     candidate: Candidate
     gain: float | None
     complete: bool
     error: float | None = None
+    proven: bool = True
 
 
 def round_sizes(candidates: int) -> list[int]:
@@ -168,8 +170,7 @@ def _longest(found: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def _winner(scores: Scores, *, complete: bool) -> Winner:
-    """The best of those measured longest; the target as it is where none is better by more than CLOSE, and than twice
-    the error."""
+    """The best of those measured longest; the target as it is where none is better by more than CLOSE."""
     if not scores:
         return Winner(candidate=AS_IT_IS, gain=None, complete=complete)
     longest = max((found[-1][0] for one, found in scores.items() if one != AS_IT_IS), default=0)
@@ -179,9 +180,11 @@ def _winner(scores: Scores, *, complete: bool) -> Winner:
     beside = [entry for entry in scores.get(AS_IT_IS, ()) if entry[0] <= longest]
     base = rated(beside) if beside else None
     error = _error(_longest(scores[best]), _longest(beside)) if beside and best != AS_IT_IS else None
-    if base is not None and last.get(best, base) <= base * (1 + max(CLOSE, 2 * (error or 0.0))):
+    if base is not None and last.get(best, base) <= base * (1 + CLOSE):
         return Winner(candidate=AS_IT_IS, gain=0.0, complete=complete)
-    return Winner(candidate=best, gain=last[best] / base - 1 if base else None, complete=complete, error=error)
+    gain = last[best] / base - 1 if base else None
+    proven = gain is None or error is None or gain > 2 * error
+    return Winner(candidate=best, gain=gain, complete=complete, error=error, proven=proven)
 
 
 def _error(of: Sequence[float], beside: Sequence[float]) -> float | None:

@@ -129,7 +129,8 @@ class Study:
     question  what decides the result: target, settings, objectives, load, time; a study with another is another study
     left      candidates that have no result, and why
     remedy    what to do where no change has a result; "" where more time does not help
-    state     complete; out of time, before all candidates were measured; no answer, since none was; or interrupted
+    state     complete; out of time, before all candidates were measured; undecided, since the gain is within its error;
+              no answer, since no candidate was measured; or interrupted
     price     of the target's GPUs for an hour, if known
     """
 
@@ -176,6 +177,11 @@ class Study:
         return sorted(dict.fromkeys(run.candidate for run in self.runs), key=order)
 
     @property
+    def decided(self) -> bool:
+        """Whether the search has an answer."""
+        return self.winner is not None and self.winner.proven
+
+    @property
     def compared(self) -> list[Candidate]:
         """Changes that have a result, beside that of the target as it is."""
         return [one for one in self.candidates() if one.changes and best_run(self.of(one)).rate is not None]
@@ -200,6 +206,9 @@ class Study:
         rate = sum(run.rate or 0.0 for run in runs) / len(runs)
         error = "" if self.winner.error is None else f" ± {self.winner.error:.0%}"
         gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%}{error} over the target as it is"
+        if not self.winner.proven:
+            remedy = f"; {self.remedy}, or a quieter machine" if self.remedy else ""
+            return f"not decided: {self.winner.candidate.name}{gain}, less than twice its error{remedy}"
         return f"{self.winner.candidate.name}: {rate:.4g} requests/s within the objectives{gain}{cut}"
 
     def to_json(self) -> dict[str, Any]:
@@ -208,7 +217,7 @@ class Study:
             "price_per_hour": self.price, "said": self.said(),
             "winner": None if self.winner is None else {
                 "changes": dict(self.winner.candidate.changes), "gain": self.winner.gain,
-                "error": self.winner.error, "complete": self.winner.complete,
+                "error": self.winner.error, "complete": self.winner.complete, "proven": self.winner.proven,
             },
             "not_measured": self.left, "runs": [run.to_json() for run in self.runs],
         }  # fmt: skip
