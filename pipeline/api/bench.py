@@ -404,7 +404,7 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
 
 
 def served_at(options: BenchOptions) -> Served | None:
-    """What a server of `trtpipe serve` has at the addresses and of the tokenizer of a measurement's options."""
+    """The target that `trtpipe serve` serves at the addresses and with the tokenizer in `options`, if any."""
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.store.store import Store

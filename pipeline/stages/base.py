@@ -98,7 +98,7 @@ class Stage(ABC):
         return {}
 
     def other_settings(self, spec: BuildSpec, record: Record) -> list[str]:
-        """How the settings of a record of this version differ from those of the spec, a phrase each."""
+        """Settings in which a record differs from the spec, a phrase each; none for another stage version."""
         if record.stage_version != self.version:
             return []
         return differences(record, replace(record, settings=self.hashed(self.settings(spec))))
