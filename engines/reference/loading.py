@@ -10,6 +10,7 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.reference.devices import named_memory_errors
+from trtpipe.engines.reference.lora import device_bytes
 from trtpipe.engines.reference.model import Model
 from trtpipe.engines.reference.parallel import ParallelModel
 from trtpipe.engines.reference.speculation import Drafter, DraftModel, PromptLookup
@@ -23,6 +24,7 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 def load_models(
     engine_dir: Path, config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, where: torch.device, *,
     kv_cache_tokens: int | None, free_fraction: float, apart: bool | None,
+    adapters: Path | None,
 ) -> tuple[Model | ParallelModel, Drafter | None]:  # fmt: skip
     """The model, and its drafter where it speculates. See Runtime for the options; raises as it does."""
     ranks, block = config.mapping.tp_size, build.tokens_per_block
@@ -33,7 +35,7 @@ def load_models(
         """Number of blocks of the pool; called after the weights are on the device."""
         tokens = kv_cache_tokens
         if tokens is None:
-            share = _bytes_for_cache(where, free_fraction) * (ranks if apart else 1)
+            share = _bytes_for_cache(where, free_fraction, device_bytes(adapters, dtype)) * (ranks if apart else 1)
             tokens = _default_tokens(config, build, dtype, share, drafts)
         return -(-tokens // block)
 
@@ -58,9 +60,11 @@ def load_models(
     return model, drafter
 
 
-def _bytes_for_cache(device: torch.device, fraction: float) -> int:
-    """Most bytes of a rank's KV cache on its device."""
-    return int(torch.cuda.mem_get_info(device)[0] * fraction) if device.type == "cuda" else DEFAULT_KV_CACHE_BYTES
+def _bytes_for_cache(device: torch.device, fraction: float, adapters: int) -> int:
+    """Most bytes of a rank's KV cache on its device, beside adapters of so many bytes."""
+    if device.type != "cuda":
+        return DEFAULT_KV_CACHE_BYTES
+    return int(max(0, torch.cuda.mem_get_info(device)[0] - adapters) * fraction)
 
 
 def _default_tokens(

@@ -1,51 +1,94 @@
 """LoRA adapters in the reference runtime: loads their matrices, and adds their products to the outputs of a step.
 
-A step may have requests of different adapters. Its rows are grouped by adapter. Adapters with a similar number of rows
-are computed by one batched product, whose rows are padded to one length: padding at most doubles the work. B is stored
-multiplied by the adapter's scale. A tensor-parallel rank holds the rows of B, or the columns of A, of its part of the
-linear.
+A step may have requests of different adapters. Its rows are grouped by adapter. Adapters of one rank with a similar
+number of rows are computed by one batched product, whose rows are padded to one length: padding at most doubles the
+work. For that the matrices of all adapters of one rank are stored as one tensor, so no adapter is in memory twice. B is
+stored multiplied by the adapter's scale. A tensor-parallel rank holds the rows of B, or the columns of A, of its part
+of the linear.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.plan import kv_head_rows, share
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, TrtpipeError
 from trtpipe.engines.hf.adapter import located_pairs, read_adapter
 from trtpipe.engines.hf.adapter_check import check_range
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.devices import named_memory_errors
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
-# (layer, index of the shard in the layer, role) -> both transposed: A [adapters, in, rank], B [adapters, rank, out].
+# (layer, index of the shard in the layer, role) -> A and B, both transposed: of one adapter [in, rank] and [rank, out],
+# of several [places, in, rank] and [places, rank, out].
 Matrices = dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor]]
 # Add(x [T, in], outputs): adds to each output (role, [T, out]), in place, the product of each row of x with the
 # matrices that the row's adapter has for that role.
 Add = Callable[[torch.Tensor, Sequence[tuple[str, torch.Tensor]]], None]
-# Sets of adapters whose stacked matrices are kept, since steps that follow one another have mostly the same adapters.
-_KEPT = 4
+
+
+def device_bytes(folder: Path | None, dtype: torch.dtype) -> int:
+    """Most bytes that the adapters in `folder` take on a device in `dtype`. One that cannot be read counts as none: its
+    requests are refused."""
+    total = 0
+    for one in AdapterFolder(folder).all():
+        with contextlib.suppress(TrtpipeError, OSError):
+            pairs = read_adapter(one.path).linears.values()
+            total += sum(prod(side.entry.shape) for pair in pairs for side in pair) * dtype.itemsize
+    return total
 
 
 class _Group(NamedTuple):
     """Rows of a step that are computed together.
 
-    adapters  numbers of n adapters
+    stacked   matrices of all adapters of their rank
+    chosen    places of n adapters in them
     padded    [n, most] rows of each adapter; padding repeats row 0
     rows      [k] the rows, of all the adapters
     places    [k] their places in `padded`, flattened
     """
 
-    adapters: tuple[int, ...]
+    stacked: Matrices
+    chosen: slice | torch.Tensor
     padded: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
+
+
+class _Stack:
+    """Matrices of the adapters of one rank; `numbers` has the adapter at each place, 0 for a free place."""
+
+    def __init__(self) -> None:
+        self.matrices: Matrices = {}
+        self.numbers: list[int] = []
+
+    def put(self, number: int, own: Matrices) -> int:
+        """Copy an adapter's matrices to a free place; the place. A linear that it does not adapt gets zeros."""
+        place = self.numbers.index(0) if 0 in self.numbers else len(self.numbers)
+        for key in self.matrices.keys() | own.keys():
+            kept = self.matrices.get(key) or [one.new_empty(0, *one.shape) for one in own[key]]
+            a, b = (_with_place(one, place) for one in kept)
+            a[place], b[place] = own.get(key, (0, 0))
+            self.matrices[key] = a, b
+        self.numbers[place : place + 1] = [number]
+        return place
+
+
+def _with_place(matrices: torch.Tensor, place: int) -> torch.Tensor:
+    """`matrices` [places, ...] with room for `place`, and for a quarter more where it must grow."""
+    if place < len(matrices):
+        return matrices
+    grown = matrices.new_zeros(place + 1 + place // 4, *matrices.shape[1:])
+    grown[: len(matrices)] = matrices
+    return grown
 
 
 class AdapterChange(NamedTuple):
@@ -60,8 +103,8 @@ class Adapters:
 
     def __init__(self, config: CheckpointConfig, held: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._held, self._dtype, self._device = config, held, dtype, device
-        self._loaded: dict[int, Matrices] = {}
-        self._stacked: OrderedDict[tuple[int, ...], Matrices] = OrderedDict()
+        self._stacks: dict[int, _Stack] = {}  # by rank
+        self._where: dict[int, tuple[int, int]] = {}  # adapter number -> its rank and its place there
         tp, size = config.mapping.tp_size, config.head_size
         self._kv = len(range(*kv_head_rows(config, tp, 0)))
         self._q = config.num_attention_heads // tp * size
@@ -72,11 +115,13 @@ class Adapters:
         remedy = "remove adapters that are not used, or give the KV cache less"
         try:
             with named_memory_errors(self._device, [f"the adapter in {folder} was loaded"], remedy):
-                self._loaded[number] = self._read(folder)
+                rank, own = self._read(folder)
+                self._where[number] = rank, self._stacks.setdefault(rank, _Stack()).put(number, own)
         except OSError as error:
             raise InputDataError(f"{folder} cannot be read", why=str(error)) from None
 
-    def _read(self, folder: Path) -> Matrices:
+    def _read(self, folder: Path) -> tuple[int, Matrices]:
+        """An adapter's rank and its matrices."""
         adapter = read_adapter(folder)
         pairs = located_pairs(adapter, self._config)
         check_range(adapter, DataType(str(self._dtype).removeprefix("torch.")))
@@ -87,17 +132,17 @@ class Adapters:
             for place, rank in enumerate(self._held):
                 rows, columns = self._part(role, rank)
                 ours = a if columns is None else a[:, slice(*columns)], b if rows is None else b[slice(*rows)]
-                made[layer, place, role] = self._stored(ours[0].t()), self._stored(ours[1].t())
-        return made
+                made[layer, place, role] = ours[0].t().to(self._dtype), ours[1].t().to(self._dtype)
+        return adapter.rank, made
 
     def drop(self, number: int) -> None:
-        """Drop an adapter that no request uses."""
-        self._loaded.pop(number, None)
-        for kept in [kept for kept in self._stacked if number in kept]:
-            del self._stacked[kept]
-
-    def _stored(self, matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.to(self._dtype).contiguous().unsqueeze(0)
+        """Drop an adapter that no request uses: the next one of its rank takes its place."""
+        if number in self._where:
+            rank, place = self._where.pop(number)
+            numbers = self._stacks[rank].numbers
+            numbers[place] = 0
+            if not any(numbers):
+                del self._stacks[rank]
 
     def _part(self, role: str, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """(first, end) of a rank's rows of B, and of its columns of A; None for all of them."""
@@ -119,62 +164,44 @@ class Adapters:
             first += count
         if not rows:
             return None
-        alike: dict[int, list[int]] = {}
-        for number in sorted(rows):
-            alike.setdefault(len(rows[number]).bit_length(), []).append(number)
-        groups = [self._group(numbers, [rows[number] for number in numbers]) for numbers in alike.values()]
-        return StepAdapters(groups, [self._matrices(group.adapters) for group in groups], self._q, self._kv)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number in sorted(rows, key=self._where.__getitem__):
+            alike.setdefault((self._where[number][0], len(rows[number]).bit_length()), []).append(number)
+        groups = [
+            self._group(rank, [self._where[number][1] for number in numbers], [rows[number] for number in numbers])
+            for (rank, _), numbers in alike.items()
+        ]
+        return StepAdapters(groups, self._q, self._kv)
 
-    def _group(self, numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> _Group:
+    def _group(self, rank: int, chosen: Sequence[int], rows: Sequence[Sequence[int]]) -> _Group:
         most = max(map(len, rows))
         padded = [[*own, *[0] * (most - len(own))] for own in rows]
         places = [index * most + place for index, own in enumerate(rows) for place in range(len(own))]
         together = [row for own in rows for row in own]
-        tensors = (torch.tensor(one, device=self._device) for one in (padded, together, places))
-        return _Group(tuple(numbers), *tensors)
-
-    def _matrices(self, numbers: tuple[int, ...]) -> Matrices:
-        if len(numbers) == 1:
-            return self._loaded[numbers[0]]
-        if numbers in self._stacked:
-            self._stacked.move_to_end(numbers)
-            return self._stacked[numbers]
-        own = [self._loaded[number] for number in numbers]
-        made = {key: self._stack([one.get(key) for one in own]) for key in sorted({key for one in own for key in one})}
-        self._stacked[numbers] = made
-        if len(self._stacked) > _KEPT:
-            self._stacked.popitem(last=False)
-        return made
-
-    def _stack(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Matrices of several adapters, padded with zeros to the highest rank; all zeros for None."""
-        there = [pair for pair in pairs if pair is not None]
-        rank = max(b.shape[1] for _, b in there)
-        a = there[0][0].new_zeros(len(pairs), there[0][0].shape[1], rank)
-        b = there[0][1].new_zeros(len(pairs), rank, there[0][1].shape[2])
-        for index, pair in enumerate(pairs):
-            if pair is not None:
-                own = pair[1].shape[1]
-                a[index, :, :own], b[index, :own] = pair[0][0], pair[1][0]
-        return a, b
+        indices, *tensors = (torch.tensor(one, device=self._device) for one in (chosen, padded, together, places))
+        first, end = chosen[0], chosen[-1] + 1
+        # A slice is no copy.
+        own_places = slice(first, end) if end - first == len(chosen) else indices
+        return _Group(self._stacks[rank].matrices, own_places, *tensors)
 
 
 class StepAdapters:
     """The adapters of one step. `q` is the number of features of a rank's queries, `kv` that of its keys or values."""
 
-    def __init__(self, groups: Sequence[_Group], matrices: Sequence[Matrices], q: int, kv: int) -> None:
-        self._groups, self._all, self._q, self._kv = groups, matrices, q, kv
+    def __init__(self, groups: Sequence[_Group], q: int, kv: int) -> None:
+        self._groups, self._q, self._kv = groups, q, kv
 
     def of(self, layer: int, place: int) -> LayerAdapters:
         return LayerAdapters(self, layer, place)
 
     def add(self, layer: int, place: int, x: torch.Tensor, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See Add, for shard `place` of a layer."""
-        for group, matrices in zip(self._groups, self._all, strict=True):
-            wanted = [(matrices[layer, place, role], out) for role, out in outputs if (layer, place, role) in matrices]
+        for group in self._groups:
+            there = group.stacked
+            wanted = [(there[layer, place, role], out) for role, out in outputs if (layer, place, role) in there]
             padded = x[group.padded] if wanted else x
             for (a, b), out in wanted:
-                made = torch.bmm(torch.bmm(padded, a), b).flatten(0, 1)
+                made = torch.bmm(torch.bmm(padded, a[group.chosen]), b[group.chosen]).flatten(0, 1)
                 out.index_add_(0, group.rows, made[group.places])
 
     def split(self, qkv: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -46,7 +46,8 @@ class Runtime:
                             as it has ranks, or one GPU if the machine has fewer
     kv_cache_tokens         tokens in the KV cache, rounded up to blocks. Default: max_batch_size * max_seq_len, but at
                             most what fits `kv_cache_free_gpu_mem_fraction`, on a CPU 1 GiB, and at least max_seq_len
-    kv_cache_free_gpu_mem_fraction  share of the GPU memory that is free after the weights are loaded
+    kv_cache_free_gpu_mem_fraction  share of the GPU memory that is free after the weights are loaded, without that
+                            of the adapters that are there
     policy                  guaranteed_no_evict or max_utilization
     enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
@@ -81,9 +82,10 @@ class Runtime:
         dtype, where = compute_type(self.config, compute_dtype), find_device(device)
         if kv_cache_tokens is not None and kv_cache_tokens < 1:
             raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}", remedy="give a positive number")
+        folder = None if adapters is None else Path(adapters)
         self._model, self._drafter = load_models(
             engine_dir, self.config, self.build, dtype, where, kv_cache_tokens=kv_cache_tokens,
-            free_fraction=kv_cache_free_gpu_mem_fraction, apart=apart,
+            free_fraction=kv_cache_free_gpu_mem_fraction, apart=apart, adapters=folder,
         )  # fmt: skip
         self._pool = BlockPool(self._model.num_blocks, self.build.tokens_per_block, enable_reuse=enable_kv_cache_reuse)
         self._scheduler = Scheduler(
@@ -101,7 +103,7 @@ class Runtime:
         self._admission = Admission(
             self.build, self._scheduler, vocab, enable_chunked_context, guided_decoding is not None
         )
-        self._adapters = ServedAdapters(None if adapters is None else Path(adapters), self._model, self._used_adapters)
+        self._adapters = ServedAdapters(folder, self._model, self._used_adapters)
         self._flights: dict[Hashable, Flight] = {}
         self._cancelled: list[Output] = []
         self._compiling: dict[Hashable, tuple[Request, Future[CompiledGrammar]]] = {}

@@ -17,8 +17,11 @@ from tests.support.random_models import random_model
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import Request, RequestRefused
-from trtpipe.engines.hf.adapter import lay_out, read_adapter
+from trtpipe.engines.hf.adapter import ROLES, lay_out, located_pairs, read_adapter
+from trtpipe.engines.hf.adapter_check import read_matrix
+from trtpipe.engines.reference.engine_config import read_engine_config
 from trtpipe.engines.reference.linear import Int8PerToken
+from trtpipe.engines.reference.lora import Adapters, device_bytes
 from trtpipe.engines.reference.matmul import int8_operand
 from trtpipe.engines.reference.mlp import GatedMlp, make_branches
 from trtpipe.engines.reference.runtime import Runtime
@@ -230,3 +233,45 @@ def test_tokens_of_peft(llama: Case) -> None:
     assert wanted["prompts"] == [list(prompt) for prompt in PROMPTS]
     asked = [(number, prompt) for number in llama.numbers[1:] for prompt in PROMPTS]
     assert run(llama.runtime(), asked)[0] == [tokens for adapter in wanted["tokens"] for tokens in adapter]
+
+
+def test_adapters_come_and_go_and_none_is_in_memory_twice(llama: Case, tmp_path: Path) -> None:
+    """Six adapters of one rank; the second leaves, and one without q takes its place."""
+    hf = llama.root / "hf"
+    sources = [write_adapter(tmp_path / str(n), hf, rank=4, seed=n) for n in range(1, 7)]
+    sources.append(write_adapter(tmp_path / "7", hf, rank=4, roles=ROLES[1:], seed=7))
+    adapters = Adapters(read_engine_config(llama.engine())[0], [0], torch.float32, torch.device("cpu"))
+    for number, source in enumerate(sources[:6], 1):
+        adapters.load(number, source)
+    adapters.drop(2)
+    adapters.load(7, sources[6])
+    used = [1, 7, 6, 3, 1]
+    step = adapters.plan([(number, 1) for number in used])
+    assert step is not None
+    x = torch.randn(len(used), 64, generator=torch.Generator().manual_seed(0))
+    for role in "qo":
+        found, wanted = torch.zeros(len(used), 64), torch.zeros(len(used), 64)
+        step.of(1, 0).add(x, [(role, found)])
+        for row, number in enumerate(used):
+            pair = located_pairs(read_adapter(sources[number - 1]), adapters._config).get((1, role))
+            if pair is not None:
+                a, b = (torch.from_numpy(read_matrix(side)).float() for side in pair)
+                wanted[row] = 8 / 4 * (b @ (a @ x[row]))
+        torch.testing.assert_close(found, wanted)
+    # Of a rank: two layers, 64 + 64 features for q and o, 64 + 32 for k and v, 64 + 96 for gate, up and down. Six
+    # adapters are there, and no place is free.
+    features = 2 * (2 * 128 + 2 * 96 + 3 * 160)
+    kept = (side for stack in adapters._stacks.values() for pair in stack.matrices.values() for side in pair)
+    assert sum(side.nbytes for side in kept) == 6 * 4 * features * 4
+
+
+def test_bytes_of_the_adapters_in_a_folder(llama: Case, tmp_path: Path) -> None:
+    """One of rank 4 and one of rank 3 without q, in 16 bits; a damaged one counts as none."""
+    folder = tmp_path / "lora"
+    shutil.copytree(llama.folder, folder)
+    damaged = folder / "77"
+    shutil.copytree(folder / str(llama.numbers[1]), damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"")
+    without_q = 2 * (128 + 2 * 96 + 3 * 160)
+    assert device_bytes(folder, torch.bfloat16) == 2 * (4 * (without_q + 2 * 128) + 3 * without_q)
+    assert device_bytes(None, torch.bfloat16) == device_bytes(tmp_path / "none", torch.bfloat16) == 0
