@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
 
     from trtpipe.engines import probe_worker as probe
 
-    names = ("vllm", "torch", "transformers", "triton", "numpy")
+    names = ("vllm", "torch", "transformers", "triton", "numpy", "xgrammar")
     there = {one.name for one in importlib.metadata.distributions()}
     return {
         "gpu": torch.cuda.get_device_name(),
