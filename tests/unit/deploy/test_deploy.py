@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,78 +22,36 @@ from hypothesis import strategies as st
 
 from tests.support.commands import command_of_examples
 from tests.support.golden import check_golden
-from tests.support.paths import DATA
-from tests.unit.engines.test_passport import GIB, passport, target
+from tests.unit.deploy.cases import (
+    CASES,
+    GATEWAY,
+    GROUPS,
+    OURS,
+    VERSIONS,
+    Case,
+    charted,
+    container,
+    engine,
+    gateway,
+    made,
+    one,
+    read,
+    reference,
+    resources,
+    schema,
+    servers,
+    templates,
+)
+from tests.unit.engines.test_passport import GIB
 from trtpipe.configs.facts import find_gpu, find_toolchain
 from trtpipe.engines.errors import ArtefactRefused, TrtpipeError, UsageError
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy import rendezvous
 from trtpipe.pipeline.deploy.config import NAME_LENGTH, DeployConfig, dns_name
-from trtpipe.pipeline.deploy.kubernetes import chart, manifests, plan, write
+from trtpipe.pipeline.deploy.kubernetes import manifests, plan, write
 from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, LINGER_SECONDS, PORTS, PRE_STOP_SECONDS
 from trtpipe.pipeline.deploy.placement import place
 from trtpipe.pipeline.deploy.values import to_yaml
-
-# The oldest that the base is for, the newest there is, and some between.
-VERSIONS = ("1.29", "1.32", "1.35", kubernetes_validate.latest_version())
-OURS = "registry.example.com/trtpipe:1"
-GATEWAY = "registry.example.com/gateway:1"
-
-
-def engine(tp: int = 1, pp: int = 1, **changes: Any) -> Passport:
-    return passport(target(tp_size=tp, pp_size=pp), **changes)
-
-
-def reference(**changes: Any) -> Passport:
-    return engine(
-        **{"runtime": "reference", "gpu": "cpu", "sm": None, "sms": None, "toolchain": None, "image": None, **changes}
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One deployment: an engine, its GPU, and the settings beside the defaults."""
-
-    passport: Passport
-    gpu: str = "h100"
-    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"pvc": "models"})
-
-    def config(self, **more: Any) -> DeployConfig:
-        return DeployConfig(**{"name": "llama3-8b.h100.fp8", "gateway_image": GATEWAY, **self.settings, **more})
-
-
-CASES = {
-    "one": Case(engine()),
-    "tp2": Case(engine(2), settings={"pvc": "models", "replicas_min": 2, "namespace": "llm"}),
-    "group": Case(engine(8, 2), settings={"model_image": "registry.example.com/llama@sha256:c0ffee"}),
-    "wide": Case(engine(16), settings={"pvc": "models", "replicas_min": 2, "surge": False, "replicas_max": 2}),
-    "fixed": Case(
-        engine(),
-        settings={"pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False, "openai": False},
-    ),
-    "dressed": Case(
-        engine(4),
-        settings={
-            "model_image": "models", "priority_class": "serving", "runtime_class": "nvidia", "memory": "64Gi",
-            "image_pull_secret": "registry", "product": "NVIDIA-H100-PCIe", "image": "mirror/triton:26.06",
-            "gateway_workers": 3, "api_keys_secret": "ours", "termination_grace_seconds": 300,
-            "otlp_endpoint": "http://collector.tracing:4318",
-            "tolerations": ("cloud.google.com/gke-spot=true:NoSchedule", "spot:NoExecute"),
-        },
-    ),
-    "trial": Case(
-        reference(), "cpu", {"host_path": "/srv/models", "image": OURS, "gateway_image": None, "api_keys": False}
-    ),
-    "slice": Case(engine(gpu="a100-mig-3g.40gb", sm=80, sms=(80,)), "a100-mig-3g.40gb"),
-    "vllm": Case(engine(2, runtime="vllm", toolchain=None, image=None), settings={"pvc": "models", "image": OURS}),
-    "llmapi": Case(engine(2, runtime="trtllm_pytorch")),
-    "llmapis": Case(engine(8, 2, runtime="trtllm_pytorch")),
-}  # fmt: skip
-
-# Those of several pods.
-GROUPS = ("group", "wide", "llmapis")
-# libyaml's: PyYAML's own takes ten times as long.
-read = functools.partial(yaml.load, Loader=yaml.CSafeLoader)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,59 +61,6 @@ def schemas_once() -> Iterator[None]:
         utils = kubernetes_validate.utils
         patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
         yield
-
-
-@functools.cache
-def made(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
-    """The manifests of a case, as they are read back from their YAML; not to be changed, since they are kept."""
-    case = CASES[name]
-    built = manifests(plan(case.passport, find_gpu(case.gpu), case.config(**more)))
-    return {path: read(to_yaml(manifest)) for path, manifest in built.items()}
-
-
-def resources(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
-    """Those a cluster gets of the base and its component, by kind and name."""
-    paths = ("base/", "components/")
-    found = [one for path, one in made(name, **more).items() if path.startswith(paths)]
-    found = [one for one in found if one["kind"] not in ("Kustomization", "Component")]
-    return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
-
-
-def one(name: str, kind: str, **more: Any) -> dict[str, Any]:
-    (found,) = [value for key, value in resources(name, **more).items() if key.startswith(kind + "/")]
-    return found
-
-
-def templates(name: str, /, **more: Any) -> Iterator[dict[str, Any]]:
-    """The pod templates, the serving one first."""
-    for resource in resources(name, **more).values():
-        if resource["kind"] == "Deployment":
-            yield resource["spec"]["template"]
-        if resource["kind"] == "LeaderWorkerSet":
-            group = resource["spec"]["leaderWorkerTemplate"]
-            yield from (group["leaderTemplate"], group["workerTemplate"])
-
-
-def container(name: str, /, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = next(templates(name, **more))["spec"]["containers"][0]
-    return found
-
-
-def gateway(name: str, /, **more: Any) -> dict[str, Any]:
-    (found,) = [one for one in next(templates(name, **more))["spec"]["containers"] if one["name"] == "gateway"]
-    return found  # type: ignore[no-any-return]
-
-
-def servers(words: list[str]) -> list[list[str]]:
-    """The commands of the ranks."""
-    starts = [index for index, word in enumerate(words) if word == "tritonserver"]
-    ends = [words.index(":", start) if ":" in words[start:] else len(words) for start in starts]
-    return [words[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-def schema(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DATA / f"{name}.schema.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -687,118 +587,6 @@ def test_another_engine_makes_other_pods() -> None:
     assert annotations()["trtpipe/engine"] == "tensorrt_llm 1.2.1"
 
 
-@functools.cache
-def charted(name: str) -> dict[str, str]:
-    case = CASES[name]
-    return {
-        path.removeprefix("chart/"): text
-        for path, text in chart(plan(case.passport, find_gpu(case.gpu), case.config())).items()
-    }
-
-
-def rendered(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The chart's resources by kind and name, as Helm would render what its templates contain."""
-
-    def value(match: re.Match[str]) -> str:
-        return json.dumps(functools.reduce(lambda at, key: at[key], match[1].split("."), values))
-
-    found = {}
-    for path, text in charted(name).items():
-        if path.startswith("templates/"):
-            condition = re.match(r"\{\{- if \.Values\.(\w+) \}\}\n", text)
-            if condition is None or values[condition[1]]:
-                text = re.sub(r"\{\{- (if \.Values\.\w+|end) \}\}\n", "", text)
-                text = re.sub(r"\{\{ toJson \.Values\.([\w.]+) \}\}", value, text)
-                one = read(re.sub(r'\{\{ "\{\{" \}\}', "{{", text))
-                found[f"{one['kind']}/{one['metadata']['name']}"] = one
-    return found
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_chart_renders_to_the_base_with_its_own_values(name: str) -> None:
-    values = read(charted(name)["values.yaml"])
-    jsonschema.Draft7Validator(json.loads(charted(name)["values.schema.json"])).validate(values)
-    assert values["podMonitor"] is False
-    assert rendered(name, {**values, "podMonitor": True}) == resources(name)
-    assert set(resources(name)) - set(rendered(name, values)) == {"PodMonitor/llama3-8b-h100-fp8"}
-
-
-def test_a_chart_s_values_are_explained_change_the_manifests_and_are_checked() -> None:
-    text = charted("tp2")["values.yaml"]
-    values = read(text)
-    lines = text.splitlines()
-    assert (
-        lines[lines.index("# image of the server") + 1] == "image: nvcr.io/nvidia/tritonserver:26.06-trtllm-python-py3"
-    )
-    leaves = [key for value in values.values() for key in (value if isinstance(value, dict) else [None])]
-    assert len([line for line in lines if line.lstrip().startswith("# ")]) == len(leaves)
-    assert set(values["autoscaling"]) == {
-        "minReplicas", "maxReplicas", "waitingPerReplica", "unansweredPerReplica", "scaleDownSeconds"
-    }  # fmt: skip
-    changed = {**values, "image": "mirror/triton:1", "tolerations": [], "claim": "others",
-               "resources": {**values["resources"], "cpu": "32"}}  # fmt: skip
-    pod = rendered("tp2", changed)["Deployment/llama3-8b-h100-fp8"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["image"] == "mirror/triton:1"
-    assert pod["containers"][0]["resources"]["requests"]["cpu"] == "32"
-    assert (pod["tolerations"], pod["volumes"][0]["persistentVolumeClaim"]["claimName"]) == ([], "others")
-    check = jsonschema.Draft7Validator(json.loads(charted("tp2")["values.schema.json"]))
-    check.validate({**changed, "resources": {"cpu": 32, "memory": "64Gi", "shm": "4Gi"}})  # as `helm --set` reads it
-    for wrong in ({**values, "images": "x"}, {**values, "tolerations": "x"}, {**values, "resources": {"gpu": "1"}}):
-        assert list(check.iter_errors(wrong)), wrong
-
-
-@pytest.mark.process
-@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
-@pytest.mark.parametrize("name", CASES)
-def test_helm_itself_accepts_the_chart_and_renders_the_same(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
-    where = str(tmp_path / "out" / "chart")
-    environment = {**os.environ, "HOME": str(tmp_path)}
-
-    def helm(*words: str, fails: bool = False) -> str:
-        done = subprocess.run(["helm", *words], capture_output=True, text=True, env=environment, check=False)
-        assert (done.returncode != 0) == fails, done.stderr + done.stdout
-        return done.stderr if fails else done.stdout
-
-    helm("lint", "--strict", where)
-    documents = filter(None, yaml.safe_load_all(helm("template", "x", where, "--set", "podMonitor=true")))
-    assert {f"{one['kind']}/{one['metadata']['name']}": one for one in documents} == resources(name)
-    assert "imagge" in helm("template", "x", where, "--set", "imagge=y", fails=True)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in GROUPS])
-def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
-    made_here = made(name)
-    check = jsonschema.Draft202012Validator(schema("kserve"))
-    runtime, service = (made_here[f"kserve/{file}.yaml"] for file in ("servingruntime", "inferenceservice"))
-    for resource in (runtime, service):
-        check.validate(resource)
-    predictor = service["spec"]["predictor"]
-    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
-    assert predictor["model"]["modelFormat"] in runtime["spec"]["supportedModelFormats"]
-    assert predictor["deploymentStrategy"]["rollingUpdate"]["maxUnavailable"] == 0
-    template = next(templates(name))
-    pod = dict(template["spec"])
-    pod.pop("topologySpreadConstraints")
-    halves = {**runtime["spec"], **predictor}
-    main, *others = halves["containers"]
-    # KServe sends requests to the first port of this container.
-    assert main["name"] == "kserve-container"
-    assert main["ports"][0]["name"] == ("http" if name == "fixed" else "openai")
-    assert [*others, {**main, "name": pod["containers"][-1]["name"]}] == pod["containers"]
-    assert {key: halves[key] for key in pod if key != "containers"} == {
-        key: value for key, value in pod.items() if key != "containers"
-    }
-    assert (runtime["spec"]["labels"], runtime["spec"]["annotations"]) == (
-        template["metadata"]["labels"], template["metadata"]["annotations"]
-    )  # fmt: skip
-
-
-def test_kserve_gets_no_group() -> None:
-    assert not [path for path in made("group") if path.startswith("kserve/")]
-
-
 def test_where_the_repository_comes_from() -> None:
     def storage(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         pod = next(templates(name))["spec"]
@@ -912,150 +700,3 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not an empty folder"):
         write(engine(), find_gpu("h100"), CASES["one"].config(), tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["mine"]
-
-
-# Starts daemons as Open MPI does: through the agent, one for each host but its own, and waits for them.
-MPIRUN = """#!PYTHON
-import os, shlex, signal, subprocess, sys
-assert "TRTPIPE_RENDEZVOUS_SECRET" not in os.environ
-hosts = [word.partition(":")[0] for word in sys.argv[sys.argv.index("--host") + 1].split(",")]
-log = open(sys.argv[-1], "a")
-def leave(number, frame):
-    log.write("told to end\\n")
-    sys.exit(3)
-signal.signal(signal.SIGTERM, leave)
-log.write(" ".join(hosts) + "\\n"); log.flush()
-agent = shlex.split(os.environ["OMPI_MCA_plm_rsh_agent"])
-command = ["echo", "$WHO", ";", os.environ["DAEMON"]]
-daemons = [subprocess.Popen([*agent, host, *command]) for host in hosts[1:]]
-sys.exit(sum(daemon.wait() for daemon in daemons))
-"""
-
-
-class Group:
-    """A leader and its workers as processes of this machine, under a stand-in for mpirun."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.script = [sys.executable, rendezvous.__file__]
-        (folder / "mpirun").write_text(MPIRUN.replace("PYTHON", sys.executable, 1))
-        (folder / "mpirun").chmod(0o755)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = str(probe.getsockname()[1])
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("wb") as log:
-            environment = {**os.environ, "TMPDIR": str(self.folder), rendezvous.SECRET: "of this group 16", **variables}
-            process = subprocess.Popen([*self.script, *words], env=environment, stdout=log, stderr=log)
-        self.processes.append(process)
-        return process
-
-    def lead(self, workers: int, daemon: str) -> subprocess.Popen[bytes]:
-        mpirun = [str(self.folder / "mpirun"), str(self.folder / "mpirun.log")]
-        return self.start("leader", ["lead", str(workers), "8", self.port, *mpirun], DAEMON=daemon)
-
-    def work(self, index: int) -> subprocess.Popen[bytes]:
-        variables = {"LWS_LEADER_ADDRESS": "127.0.0.1", "LWS_WORKER_INDEX": str(index), "WHO": f"worker {index}"}
-        return self.start(f"worker{index}", ["work", self.port], HOSTNAME=f"set-0-{index}", **variables)
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
-
-    def wait_for(self, name: str, words: str) -> None:
-        deadline = time.monotonic() + 60
-        while not (self.folder / f"{name}.log").exists() or words not in self.said(name):
-            assert time.monotonic() < deadline, f"{name} does not say '{words}'"
-            time.sleep(0.05)
-
-
-@pytest.fixture
-def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    monkeypatch.chdir(tmp_path)
-    made = Group(tmp_path)
-    yield made
-    for process in made.processes:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_workers_run_what_the_leader_hands_over_in_their_own_environment(group: Group) -> None:
-    # Workers may come first, and in any order.
-    second = group.work(2)
-    leader = group.lead(2, "sleep 0.2")
-    first = group.work(1)
-    assert [process.wait(60) for process in (leader, first, second)] == [0, 0, 0]
-    assert group.said("mpirun") == f"{socket.gethostname()} set-0-1 set-0-2\n"
-    assert "worker 1\n" in group.said("worker1")
-    assert "worker 2\n" in group.said("worker2")
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_a_daemon_that_fails_fails_the_group(group: Group) -> None:
-    leader, worker = group.lead(1, "exit 7"), group.work(1)
-    assert (leader.wait(60), worker.wait(60)) == (7, 7)
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_a_worker_does_not_outlive_its_leader(group: Group) -> None:
-    leader, worker = group.lead(1, "echo $$ > daemon; exec sleep 600"), group.work(1)
-    group.wait_for("worker1", "worker 1\n")
-    leader.kill()
-    assert worker.wait(60) != 0
-    pid = int((group.folder / "daemon").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_term_is_for_mpirun_to_pass_on(group: Group) -> None:
-    leader, worker = group.lead(1, "exec sleep 600"), group.work(1)
-    group.wait_for("worker1", "worker 1\n")
-    # The worker's ranks may still be answering.
-    worker.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert worker.poll() is None
-    leader.send_signal(signal.SIGTERM)
-    assert leader.wait(60) == 3
-    assert "told to end" in group.said("mpirun")
-    assert worker.wait(60) != 0
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_who_waits_leaves_at_once(group: Group) -> None:
-    leader = group.lead(2, "sleep 600")
-    group.wait_for("leader", "waiting for 2 worker(s)")
-    worker = group.work(1)
-    group.wait_for("leader", "worker 1 of 2 is here: set-0-1")
-    for process in (worker, leader):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_neither_side_begins_without_a_secret(group: Group) -> None:
-    for secret in ("", "fifteen letters"):
-        worker = group.start("worker1", ["work", group.port], LWS_LEADER_ADDRESS="127.0.0.1", LWS_WORKER_INDEX="1",
-                             **{rendezvous.SECRET: secret})  # fmt: skip
-        leader = group.start("leader", ["lead", "1", "8", group.port, "mpirun"], **{rendezvous.SECRET: secret})
-        assert (worker.wait(60), leader.wait(60)) == (1, 1)
-        for name in ("worker1", "leader"):
-            assert "TRTPIPE_RENDEZVOUS_SECRET has fewer than 16 characters" in group.said(name)
-
-
-@pytest.mark.process
-@pytest.mark.loopback
-def test_what_they_start_is_not_given_the_secret(group: Group) -> None:
-    leader, worker = group.lead(1, "env > daemon"), group.work(1)
-    assert (leader.wait(60), worker.wait(60)) == (0, 0)
-    assert "WHO=worker 1" in (group.folder / "daemon").read_text()
-    # Nor mpirun: the stand-in fails when it has it.
-    assert rendezvous.SECRET not in (group.folder / "daemon").read_text()
