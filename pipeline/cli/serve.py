@@ -19,6 +19,8 @@ from trtpipe.pipeline.cli.gateway import (
 )
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, Targets, numbers, own_store
 
+OPENAI_PORT = 9000
+
 
 def serve(
     targets: Targets = None,
@@ -36,7 +38,7 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 takes a free one.", **PORT)] = 8002,
     openai_port: Annotated[
         int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.", **PORT)
-    ] = 9000,
+    ] = OPENAI_PORT,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
     gateway_workers: Annotated[int, typer.Option(min=1, help="Number of gateway processes.")] = 1,
     api_keys_file: ApiKeysFile = None,
@@ -71,10 +73,16 @@ def serve(
       trtpipe serve llama3-8b.h100.fp8
       trtpipe serve llama3-8b.h100.fp8.vllm --front native --detach
     """
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.serving import background, launch_options, repositories, serve, watchdog
 
+    if no_openai and openai_port != OPENAI_PORT:
+        raise UsageError(
+            "--openai-port is for the gateway, and --no-openai starts none",
+            remedy="leave out --openai-port or --no-openai",
+        )
     store = own_store()
     configured = str(read_config().engine_python or "") or None
     found = (

@@ -84,6 +84,31 @@ class LaunchOptions:
         require_pair(self.tls_cert, self.tls_key)
 
 
+def of_gateway(options: LaunchOptions) -> list[str]:
+    """Given options that only a gateway of ours takes, as the command line names them."""
+    given = {
+        "--api-keys-file": options.api_keys_file is not None,
+        "--tls-cert": options.tls_cert is not None,
+        "--tls-key": options.tls_key is not None,
+        "--cors-origin": bool(options.cors_origins),
+        "--tool-format": options.tool_format is not None,
+        "--no-reasoning": not options.reasoning,
+        "--gateway-workers": options.gateway_workers != 1,
+        "--otlp-endpoint": options.otlp_endpoint is not None,
+    }
+    return [option for option, is_given in given.items() if is_given]
+
+
+def require_gateway(options: LaunchOptions) -> None:
+    """Raises UsageError for an option of the gateway where none is started."""
+    given = [*of_gateway(options), *(["--served-model-name"] if options.model_names else [])]
+    if options.openai is None and options.front == "triton" and given:
+        raise UsageError(
+            f"{given[0]} is for the gateway, and --no-openai starts none",
+            remedy=f"leave out {given[0]} or --no-openai",
+        )
+
+
 def check_container_options(options: LaunchOptions, kind: str) -> None:
     """Raises UsageError for a shared memory that is no size, and for options of a container where there is none."""
     if options.shm_size is not None and not SIZE.fullmatch(options.shm_size):

@@ -18,7 +18,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.serving import model_control, ports, server_log, tritonserver
-from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
+from trtpipe.pipeline.serving.launch_options import SHM_SIZE, of_gateway, server_image
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server, remember
@@ -91,24 +91,18 @@ def launch(
 
 def _require_own(options: LaunchOptions) -> None:
     """Raises UsageError for an option of the gateway."""
-    of_gateway = {
-        "--no-openai": options.openai is None,
-        "--api-keys-file or TRTPIPE_API_KEYS": bool(access.read_keys(options.api_keys_file)),
-        "--tls-cert": options.tls_cert is not None,
-        "--tls-key": options.tls_key is not None,
-        "--cors-origin": bool(options.cors_origins),
-        "--tool-format": options.tool_format is not None,
-        "--no-reasoning": not options.reasoning,
-        "--gateway-workers": options.gateway_workers != 1,
-        "--otlp-endpoint": options.otlp_endpoint is not None,
-    }
-    for option, given in of_gateway.items():
-        if given:
-            raise UsageError(
-                f"{option} is for the gateway",
-                why="with --front native the runtime's own server stands alone",
-                remedy="leave it out, or serve with --front triton",
-            )
+    if options.openai is None:
+        given = ["--no-openai"]
+    elif access.read_keys(options.api_keys_file):
+        given = ["--api-keys-file or TRTPIPE_API_KEYS"]
+    else:
+        given = of_gateway(options)
+    if given:
+        raise UsageError(
+            f"{given[0]} is for the gateway",
+            why="with --front native the runtime's own server stands alone",
+            remedy="leave it out, or serve with --front triton",
+        )
 
 
 def _start(

@@ -363,3 +363,11 @@ def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytes
     (store.home / "servers" / "other.json").write_text('{"name": "x"}')
     assert [server.name for server in running(store)] == ["living"]
     assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]
+
+
+def test_a_gateway_s_port_without_a_gateway_is_refused(run: Run) -> None:
+    done = run("serve", "--no-openai", "--openai-port", "9100")
+    assert done.status == 2
+    assert done.error() == (
+        "--openai-port is for the gateway, and --no-openai starts none; leave out --openai-port or --no-openai"
+    )

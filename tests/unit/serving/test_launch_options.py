@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.engines.test_passport import passport
-from trtpipe.pipeline.serving.launch_options import gateway_model
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.serving.launch_options import LaunchOptions, gateway_model, require_gateway
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 
@@ -32,3 +34,24 @@ def test_the_format_of_tool_calls_is_that_of_the_model_file(
     weights = {} if model is None else {"model": model}
     dataclasses.replace(passport(), weights=weights, build_config=limits).write(engine)
     assert gateway_model(str(tmp_path), (), given).tool_format == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--api-keys-file", {"api_keys_file": Path("keys")}),
+        ("--tls-cert", {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}),
+        ("--served-model-name", {"model_names": ("llama",)}),
+        ("--cors-origin", {"cors_origins": ("*",)}),
+        ("--tool-format", {"tool_format": "hermes"}),
+        ("--no-reasoning", {"reasoning": False}),
+        ("--gateway-workers", {"gateway_workers": 2}),
+        ("--otlp-endpoint", {"otlp_endpoint": "http://localhost:4318"}),
+    ],
+)
+def test_an_option_of_the_gateway_is_refused_where_none_is_started(option: str, given: dict[str, Any]) -> None:
+    require_gateway(LaunchOptions(openai=0, **given))
+    with pytest.raises(
+        UsageError, match=f"{option} is for the gateway, and --no-openai starts none; leave out {option}"
+    ):
+        require_gateway(LaunchOptions(openai=None, **given))
