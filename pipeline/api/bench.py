@@ -130,6 +130,12 @@ NUMBERS = (
     "connections", "workers", "hosts", "seed", "timeout", "token_timeout",
 )  # fmt: skip
 LISTS = ("concurrency", "rate")
+# Arguments that are a text, and those that name a file.
+TEXTS = (
+    "server", "protocol", "model", "grpc_url", "http_url", "openai_url", "openai_model", "metrics_url",
+    "arrivals", "find", "transport", "ray",
+)  # fmt: skip
+FILES = ("load", "tokenizer", "trace", "prompts", "sharegpt")
 # What counts where an argument is left out.
 DEFAULTS: BenchArguments = {
     "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
@@ -242,7 +248,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         rate, known = rate or [1], rate is not None
         duration = duration if ask.requests or duration else SEARCH_SECONDS
     load_points, work = _load(
-        ask.load,
+        _text(ask.load),
         {"concurrency": concurrency, "rate": rate, "trace": ask.trace, "arrivals": ask.arrivals,
          "burstiness": ask.burstiness, "max_in_flight": ask.max_in_flight, "speedup": ask.speedup,
          "requests": ask.requests, "duration_s": duration, "ramp_s": ask.ramp},
@@ -309,6 +315,15 @@ def _check_types(given: Mapping[str, Any]) -> None:
         if name in (*NUMBERS, *LISTS) and not all(isinstance(one, Real) for one in values):
             remedy = "give a number or a list of numbers" if name in LISTS else "give a number"
             raise UsageError(f"{name} is {value!r}", remedy=remedy)
+        if name in TEXTS and not isinstance(value, str):
+            raise UsageError(f"{name} is {value!r}", remedy="give a text")
+        if name in FILES and not isinstance(value, str | Path):
+            raise UsageError(f"{name} is {value!r}", remedy="give the name or path of a file")
+        texts = [value] if isinstance(value, str) or not isinstance(value, Collection) else value
+        if name == "slo" and not all(isinstance(one, str) for one in texts):
+            raise UsageError(
+                f"{name} is {value!r}", remedy='give an objective or a list of them, such as "ttft:p99<200ms"'
+            )
         if name == "sampling" and not isinstance(value, Mapping):
             raise UsageError(f"{name} is {value!r}", remedy='give a mapping, such as {"top_p": 0.9}')
 
@@ -319,8 +334,8 @@ def _several(value: Any) -> list[Any] | None:
     return [value] if isinstance(value, str | float | int) else list(value)
 
 
-def _text(length: int | str | None) -> str | None:
-    return None if length is None else str(length)
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def kernel_timestamps(asked: bool | None, transport: str) -> bool:

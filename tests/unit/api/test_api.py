@@ -135,6 +135,12 @@ def test_arguments_of_a_benchmark() -> None:
         ("rate", [1, "b"], "rate is [1, 'b']; give a number or a list of numbers"),
         ("duration", "10s", "duration is '10s'; give a number"),
         ("connections", "2", "connections is '2'; give a number"),
+        ("slo", 200, 'slo is 200; give an objective or a list of them, such as "ttft:p99<200ms"'),
+        ("slo", [2], 'slo is [2]; give an objective or a list of them, such as "ttft:p99<200ms"'),
+        ("protocol", 1, "protocol is 1; give a text"),
+        ("transport", 1, "transport is 1; give a text"),
+        ("tokenizer", 1, "tokenizer is 1; give the name or path of a file"),
+        ("load", 1, "load is 1; give the name or path of a file"),
         ("sampling", "top_p", """sampling is 'top_p'; give a mapping, such as {"top_p": 0.9}"""),
     ],
 )
