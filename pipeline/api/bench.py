@@ -288,10 +288,14 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         protocol = "completions" if found.native and not ask.protocol else protocol
         tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
         model, openai_model = served.model(model), openai_model or served.model_names[0]
-        metrics_url = found.endpoints.metrics_url
+        metrics_url = metrics_url or found.endpoints.metrics_url
         require_room(options.work, served.name, served.repository)
     targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
     options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
+    if ask.metrics_url is not None:
+        from trtpipe.pipeline.bench.monitors.server import require_metrics
+
+        require_metrics(ask.metrics_url)
     return options, served
 
 

@@ -171,6 +171,10 @@ def again(
         for target in options.targets
     )
     options = replace(options, targets=targets, wiring=replace(options.wiring, headers=headers()))
+    if metrics_url is not None:
+        from trtpipe.pipeline.bench.monitors.server import require_metrics
+
+        require_metrics(metrics_url)
     _measure(options, served_at(options), report, as_json=as_json)
 
 

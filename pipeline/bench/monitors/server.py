@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Any
 from urllib.parse import urlsplit
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.pipeline.bench.monitors import gpu as gpus
 from trtpipe.pipeline.bench.monitors.gpu import GpuSampler
 from trtpipe.pipeline.net.fetch import fetch
@@ -41,6 +41,28 @@ SERVER_METRICS = {
 }
 
 
+def require_metrics(url: str) -> None:
+    """Raises HostError where no page can be read at `url`: without it the server's figures would be missing."""
+    page, trouble = _read_page(url)
+    if page is None:
+        raise HostError(
+            f"no metrics could be read from {url}",
+            why=trouble,
+            remedy="give the server's metrics page, such as http://host:8002/metrics, or leave --metrics-url out",
+        )
+
+
+def _read_page(url: str) -> tuple[bytes | None, str]:
+    """A Prometheus page; where there is none, None and why."""
+    import http.client
+
+    try:
+        status, page = fetch(url if urlsplit(url).path else f"{url}/metrics", max_bytes=MAX_PAGE, within_s=TIMEOUT_S)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return (page, "") if status == 200 else (None, f"status {status}")
+
+
 class Scraper:
     """Fetches `url`, a Prometheus page, from `start` to `stop`, including both ends.
 
@@ -48,7 +70,7 @@ class Scraper:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url if urlsplit(url).path else f"{url}/metrics"
+        self.url = url
         self.pages: list[tuple[int, bytes]] = []
         self.trouble = ""
         self._size = 0  # bytes of all pages
@@ -69,15 +91,9 @@ class Scraper:
             self._fetch()
 
     def _fetch(self) -> None:
-        import http.client
-
-        try:
-            status, page = fetch(self.url, max_bytes=MAX_PAGE, within_s=TIMEOUT_S)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.trouble = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            return
-        if status != 200:
-            self.trouble = f"status {status}"
+        page, trouble = _read_page(self.url)
+        if page is None:
+            self.trouble = trouble
             return
         if self._size + len(page) > MAX_PAGES:  # the time series ends there; the last page still gives the totals
             self._size -= len(self.pages.pop()[1])

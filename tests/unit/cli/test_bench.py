@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,3 +116,18 @@ def test_a_repetition_knows_the_engine_that_is_served_at_its_addresses(
     assert at("127.0.0.1:2", own) == "a"
     assert at("127.0.0.1:2", in_folder / "tokenizer.json") is None
     assert at("127.0.0.1:4", own) is None
+
+
+@pytest.mark.loopback
+def test_an_address_of_metrics_that_does_not_answer_is_told_before_the_load(run: Run, tmp_path: Path) -> None:
+    with socket.socket() as taken:  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/metrics"
+        server = ("--grpc-url", "127.0.0.1:1", "--tokenizer", tmp_path, "--metrics-url", url)
+        (tmp_path / "tokenizer.json").touch()
+        done = run("bench", *server, "--protocol", "grpc", "--concurrency", "1", "--requests", "1")
+    assert done.status == 4
+    assert done.error() == (
+        f"no metrics could be read from {url}: Connection refused; give the server's metrics page, such as "
+        "http://host:8002/metrics, or leave --metrics-url out"
+    )
