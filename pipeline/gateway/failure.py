@@ -17,7 +17,14 @@ _GUIDE = "guided_decoding_guide"
 # Beginning of an engine's refusal of an adapter that has been removed since the gateway looked it up.
 _NO_ADAPTER = "no adapter has the number"
 # The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
-_LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
+_LIMITS = (
+    "max_input_len",
+    "max_seq_len",
+    "maximum input length",
+    "maximum sequence length",
+    "max_num_tokens",
+    "top_k is",
+)
 
 
 class Failure(Exception):

@@ -39,13 +39,17 @@ def _values(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
 
 
 def check_options(sampling: SamplingParams, max_tokens: int | None) -> None:
-    """Raises UsageError, naming the option, for a value that the gateway would refuse as well."""
-    from pydantic import ValidationError
+    """Raises UsageError, naming the option, for a value that the gateway or the engine would refuse."""
+    from pydantic import Field, ValidationError
 
     from trtpipe.pipeline.gateway.requests import Common
 
+    class Options(Common):
+        # The gateway takes -1 for all tokens, as vLLM does. An engine takes 0 or more.
+        top_k: int | None = Field(None, ge=0, lt=2**31)
+
     try:
-        Common(model="", **_values(sampling, max_tokens))
+        Options(model="", **_values(sampling, max_tokens))
     except ValidationError as error:
         first = error.errors()[0]
         flag = f"--{str(first['loc'][0]).replace('_', '-')}"

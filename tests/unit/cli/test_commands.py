@@ -130,7 +130,7 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
         ("--max-tokens", 2**31, "--max-tokens is 2147483648; it has to be less than 2147483648"),
         ("--seed", 2**64, "--seed is 18446744073709551616; it has to be less than 18446744073709551616"),
         ("--top-p", "5", "--top-p is 5.0; it has to be less than or equal to 1"),
-        ("--top-k", "-2", "--top-k is -2; it has to be greater than or equal to -1"),
+        ("--top-k", "-1", "--top-k is -1; it has to be greater than or equal to 0"),
         ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than or equal to 0.01"),
     ):
         assert refused("generate", "Hello", option, value) == told

@@ -50,6 +50,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> None:
     ("message", "status", "kind"),
     [
         ("5 prompt tokens and max_tokens 99999 exceed max_seq_len 2048", None, UsageError),
+        ("top_k is 2000, it must be within 0 and 1024", None, UsageError),
         ("the engine process has ended", None, StageFailed),
         ("something broke", None, StageFailed),
         ("connection refused", "StatusCode.UNAVAILABLE", HostError),
