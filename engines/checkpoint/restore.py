@@ -178,7 +178,14 @@ def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
     mapping = config.mapping
     for rank in range(mapping.world_size):
         pp_rank, tp_rank = divmod(rank, mapping.tp_size)
-        file = read_header(rank_file(checkpoint, rank))
+        path = rank_file(checkpoint, rank)
+        if not path.exists():
+            raise CheckpointError(
+                f"{path} is missing",
+                why=f"the mapping of config.json has {mapping.world_size} ranks",
+                remedy="copy the checkpoint's whole folder, or convert the model again",
+            )
+        file = read_header(path)
         plans = list(plan_rank(config, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=config.embedding))
         extra = sorted(file.tensors.keys() - {plan.name for plan in plans} - ROTARY_TABLES)
         if extra:

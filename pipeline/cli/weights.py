@@ -325,9 +325,12 @@ def restore(
       trtpipe inspect OUT_DIR --verify-against HF_DIR
     """
     from trtpipe.engines.checkpoint.restore import restore as rebuild
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
+    if out_dir.resolve().is_relative_to(checkpoint_dir.resolve()):
+        raise UsageError(f"{out_dir} is in the checkpoint's folder", remedy="name a new folder outside it")
     with new_folder(out_dir) as out, console_progress.working("restore", str(checkpoint_dir)) as progress:
         rebuild(checkpoint_dir, out, progress)
     if as_json:

@@ -121,6 +121,25 @@ def test_inspect_proves_a_checkpoint_and_restore_gives_the_folder_back(run: Run,
     assert "problem: tensor 'transformer.vocab_embedding.weight' in rank0.safetensors: differs" in wrong.out
 
 
+def test_restore_names_a_missing_rank_file_and_leaves_the_checkpoint_alone(
+    run: Run, model: Path, in_folder: Path
+) -> None:
+    assert run("convert", model, "out", "--tp", "2").status == 0
+    inside = run("restore", "out", "out/back")
+    assert (inside.status, inside.error()) == (
+        2,
+        "out/back is in the checkpoint's folder; name a new folder outside it",
+    )
+    (in_folder / "out" / "rank1.safetensors").unlink()
+    done = run("restore", "out", "back")
+    assert (done.status, done.error()) == (
+        3,
+        "out/rank1.safetensors is missing: the mapping of config.json has 2 ranks; copy the checkpoint's whole folder, "
+        "or convert the model again",
+    )
+    assert sorted(path.name for path in in_folder.iterdir() if path.name in ("out", "back")) == ["out"]
+
+
 def test_a_cast_is_told_when_it_is_made_and_when_it_is_proved(run: Run, in_folder: Path) -> None:
     model = hf_folder(in_folder / "wide", dtype="F32", torch_dtype="float32")
     made = run("convert", model, "out")
