@@ -89,7 +89,7 @@ def differences(
 
 def casts(checkpoint: Path, source: Path) -> list[tuple[str, str]]:
     """Safetensors types of the HF folder's tensors that the checkpoint holds in another type, each with that type;
-    without those that a wider type holds exactly, such as a router's."""
+    without those that are wider in every checkpoint, such as a router's."""
     config, located = _read_plain(checkpoint), locate_tensors(source)
     stored = SAFETENSORS_DTYPE[config.dtype]
     pairs = {
@@ -97,7 +97,9 @@ def casts(checkpoint: Path, source: Path) -> list[tuple[str, str]]:
         for held in _pieces(checkpoint, config)
         if held.piece.source in located
     }
-    return sorted((one, other) for one, other in pairs if one != other and ITEMSIZE[other] <= ITEMSIZE[one])
+    return sorted(
+        (one, other) for one, other in pairs if one != other and (other == stored or ITEMSIZE[other] <= ITEMSIZE[one])
+    )
 
 
 def _read_plain(checkpoint: Path) -> CheckpointConfig:

@@ -146,6 +146,9 @@ def test_a_cast_is_told_when_it_is_made_and_when_it_is_proved(run: Run, in_folde
     assert "note: F32 becomes F16, as with TensorRT-LLM; --dtype writes another\n" in made.err
     proof = run("inspect", "out", "--verify-against", model)
     assert proof.err == f"out equals {model}, F32 as F16: every tensor, bit for bit after that cast\n"
+    assert run("convert", hf_folder(in_folder / "narrow"), "wider", "--dtype", "float32").status == 0
+    proof = run("inspect", "wider", "--verify-against", "narrow")
+    assert proof.err == "wider equals narrow, BF16 as F32: every tensor, bit for bit after that cast\n"
     assert "note:" not in run("convert", model, "same", "--dtype", "float32").err
     assert run("inspect", "same", "--verify-against", model).err == f"same equals {model}: every tensor, bit for bit\n"
 
