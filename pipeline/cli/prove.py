@@ -59,5 +59,7 @@ def prove(
         rows = [(lane.dtype, step.name, step.state, step.told) for lane in proof.lanes for step in lane.steps]
         console.table(("precision", "step", "state", "found"), rows)
         console.result(*(f"{name}: not run: {why}" for name, why in proof.refused.items()))
+        if proof.caution:
+            console.note(proof.caution)
         console.result(f"report: {out / JSON_NAME}", f"page: {out / HTML_NAME}")
     return 0 if proof.held else StageFailed.exit_code

@@ -51,6 +51,8 @@ def render(proof: Proof) -> str:
 
 
 def _findings(proof: Proof) -> Iterator[Finding]:
+    if proof.caution:
+        yield Finding(text=sentence(proof.caution))
     for lane in proof.lanes:
         failed = next((step for step in lane.steps if step.state == "failed"), None)
         out = next((step for step in lane.steps if step.state == "left out"), None)

@@ -63,8 +63,18 @@ class Proof:
     refused: Mapping[str, str]
 
     @property
+    def caution(self) -> str:
+        """What the comparison of answers does not show, where the runtime is the one that others are compared with."""
+        if self.runtime != "reference":
+            return ""
+        return (
+            "the reference runtime was compared with itself, served twice: this shows that its answers repeat, not "
+            "that they are right; --runtime vllm or tensorrt_llm compares another runtime with it"
+        )
+
+    @property
     def held(self) -> bool:
         return bool(self.lanes) and all(lane.held for lane in self.lanes)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "held": self.held, **asdict(self)}
+        return {"schema": SCHEMA, "held": self.held, "caution": self.caution, **asdict(self)}

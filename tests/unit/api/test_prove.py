@@ -1,4 +1,4 @@
-"""Ctrl-C in `trtpipe prove`. Whole runs are in tests/e2e/test_prove.py."""
+"""Ctrl-C in `trtpipe prove`, and its report. Whole runs are in tests/e2e/test_prove.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from trtpipe.pipeline.api import prove
+from trtpipe.pipeline.prove import page
+from trtpipe.pipeline.prove.proof import Lane, Proof
 
 
 def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +23,16 @@ def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> 
     spec: Any = SimpleNamespace(target="x")
     with pytest.raises(KeyboardInterrupt):
         prove._served(spec, Path("x"), "m", None)
+
+
+def test_the_reference_runtime_compared_with_itself_is_told() -> None:
+    def proof(runtime: str) -> Proof:
+        return Proof(
+            version="1", date="2026-11-27", machine={"gpu": "cpu", "driver": "none"}, model="m", runtime=runtime,
+            lanes=(Lane(dtype="fp8-kv", target="t", steps=()),), refused={},
+        )  # fmt: skip
+
+    told = "he reference runtime was compared with itself, served twice"
+    assert (told in page.render(proof("reference")), told in page.render(proof("vllm"))) == (True, False)
+    assert told in proof("reference").to_json()["caution"]
+    assert proof("vllm").to_json()["caution"] == ""
