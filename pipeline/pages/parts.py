@@ -106,7 +106,10 @@ def number(value: float | None) -> str:
 
 
 def capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
+    """`words` with a capital; the name of a precision, a setting or a protocol that begins them stays as written."""
+    first = words.partition(" ")[0]
+    named = first.endswith(",") or any(letter.isdigit() or letter == "_" for letter in first)
+    return words if named else words[:1].upper() + words[1:]
 
 
 def sentence(words: str) -> str:

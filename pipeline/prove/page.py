@@ -35,7 +35,7 @@ def render(proof: Proof) -> str:
         files=[JSON_NAME],
         cards=[
             Card(label="Precisions that held", value=f"{sum(lane.held for lane in proof.lanes)} of {len(proof.lanes)}"),
-            *(Card(label=name.capitalize(), value=proof.machine[name]) for name in ("gpu", "driver")),
+            Card(label="GPU", value=proof.machine["gpu"]), Card(label="Driver", value=proof.machine["driver"]),
         ],
         findings=list(_findings(proof)),
         sections=[
