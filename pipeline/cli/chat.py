@@ -65,12 +65,10 @@ def chat(
         elif text:
             try:
                 with contextlib.closing(talk.ask(text)) as pieces:
-                    for piece in pieces:
-                        console.text(piece)
+                    console.stream(pieces)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
-            console.text("\n")
 
 
 def _typed() -> Iterator[str]:

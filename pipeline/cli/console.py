@@ -234,6 +234,22 @@ def text(piece: str) -> None:
     sys.stdout.flush()
 
 
+def stream(pieces: Iterable[str]) -> None:
+    """Print the pieces of a text as they arrive, and end its line; where they end early too, so that what is printed
+    next begins a line of its own."""
+    begun = False
+    try:
+        for piece in pieces:
+            text(piece)
+            begun = True
+    except BaseException as error:
+        # A terminal shows ^C.
+        if begun or (isinstance(error, KeyboardInterrupt) and sys.stdout.isatty()):
+            text("\n")
+        raise
+    text("\n")
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = ()) -> None:
     """A plain table on stdout; `numeric` columns are aligned to the right. What does not fit is folded, or listed."""
     from rich.text import Text

@@ -49,6 +49,4 @@ def generate(
     if as_json:
         console.result_json({"prompt": text, "text": "".join(pieces)})
         return
-    for piece in pieces:
-        console.text(piece)
-    console.text("\n")
+    console.stream(pieces)

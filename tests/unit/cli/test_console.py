@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +249,33 @@ def test_streamed_text_is_as_it_is_but_on_a_terminal(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(sys, "stdout", out)
         console.text(text)
         assert out.getvalue() == written
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces", "written"),
+    [
+        (Pipe, ["under"], "under\n"),
+        (Terminal, ["under"], "under\n"),
+        (Terminal, [], "\n"),
+        (Pipe, [], ""),
+    ],
+)
+def test_what_follows_an_interrupted_text_begins_a_line(
+    kind: type[io.StringIO], pieces: list[str], written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(error: BaseException) -> Iterator[str]:
+        yield from pieces
+        raise error
+
+    out = kind()
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(KeyboardInterrupt):
+        console.stream(answer(KeyboardInterrupt()))
+    assert out.getvalue() == written
+    monkeypatch.setattr(sys, "stdout", failed := kind())
+    with pytest.raises(HostError):
+        console.stream(answer(HostError("gone")))
+    assert failed.getvalue() == ("under\n" if pieces else "")
 
 
 def test_a_name_can_neither_begin_a_line_nor_be_markup(capsys: pytest.CaptureFixture[str]) -> None:
