@@ -28,7 +28,7 @@ from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.predict import Option, Prediction, quantization
-from trtpipe.pipeline.planner.preparation import Preparation, Took, preparation
+from trtpipe.pipeline.planner.preparation import Preparation, Took, amount, preparation
 
 TPS = (1, 2, 4, 8)
 # A stand-in for any GPU: the CPU runtime supports every recipe.
@@ -394,14 +394,14 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
     cheap = min(able, key=lambda one: (one.hourly or math.inf, -(one.rate or 0)))
     if cheap is not best:
         said.append(
-            f"up to {cheap.rate:.3g} clients/s {cheap.name} does it for {cheap.hourly:.2f} an hour; "
-            f"{best.name} at {best.hourly:.2f} is cheaper only above"
+            f"up to {cheap.rate:.3g} clients/s {cheap.name} does it for {amount(cheap.hourly)} an hour; "
+            f"{best.name} at {amount(best.hourly)} is cheaper only above"
         )
     alone = min(able, key=lambda one: one.single_cost or math.inf)
     if alone is not best:
         said.append(
-            f"for one client at a time {alone.name} costs least: {alone.single_cost:.2f} a million tokens, "
-            f"{best.name} {best.single_cost:.2f}"
+            f"for one client at a time {alone.name} costs least: {amount(alone.single_cost)} a million tokens, "
+            f"{best.name} {amount(best.single_cost)}"
         )
     if cheap is not best and best.cost and cheap.cost:
         # The dearer option must be kept busy: its hourly price is also paid while it is idle.
@@ -415,7 +415,7 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
         fewest = min(able, key=lambda one: ((one.hourly or 0) * (one.replicas or 1), one.gpus or 0))
         said.append(
             f"{question.rate:g} clients/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
-            f"{fewest.name}, {fewest.gpus} GPUs, {(fewest.hourly or 0) * (fewest.replicas or 1):.2f} an hour: "
+            f"{fewest.name}, {fewest.gpus} GPUs, {amount((fewest.hourly or 0) * (fewest.replicas or 1))} an hour: "
             "the least there is"
         )
     return said

@@ -14,6 +14,7 @@ from trtpipe.pipeline.pages.plots import Figure
 from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice, Candidate
 from trtpipe.pipeline.planner.disaggregation import Split
+from trtpipe.pipeline.planner.preparation import amount
 from trtpipe.pipeline.planner.whatif import WhatIf
 from trtpipe.pipeline.store.folders import write_whole
 
@@ -74,7 +75,7 @@ def _cards(found: Advice) -> Iterator[Card]:
             note=f"at {best.rate:.3g} clients/s",
         )
     if found.priced:
-        yield Card(label="1M output tokens", value=f"{best.cost:.2f}", note="in the currency of the prices")
+        yield Card(label="1M output tokens", value=amount(best.cost), note="in the currency of the prices")
     elif len(best.best.tpot):
         yield Card(label="TPOT p99", value=f"{np.percentile(best.best.tpot, 99):.1f}", unit="ms")
 

@@ -17,6 +17,7 @@ newest; a build only if it was for the same GPU and runtime.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +82,18 @@ class Preparation:
             f"{part.stage} {duration(part.seconds)}{' (as it took here)' if part.recorded else ''}"
             for part in self.parts
         )
-        money = "" if self.money is None else f" and {self.money:.2f}"
+        money = "" if self.money is None else f" and {amount(self.money)}"
         return f"about {duration(self.seconds)}{money}: {parts}"
 
     def to_json(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "cost": self.money, "stages": [vars(part) for part in self.parts]}
+
+
+def amount(money: float | None) -> str:
+    """A price with two decimals, and with more where those would show fewer than two digits of it."""
+    money = money or 0.0
+    decimals = 2 if money <= 0 else max(2, 1 - math.floor(math.log10(money)))
+    return f"{money:.{decimals}f}"
 
 
 def duration(seconds: float) -> str:

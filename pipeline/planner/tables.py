@@ -10,6 +10,7 @@ import numpy as np
 
 from trtpipe.pipeline.planner.advice import Advice, Candidate, every_head
 from trtpipe.pipeline.planner.disaggregation import Split
+from trtpipe.pipeline.planner.preparation import amount
 from trtpipe.pipeline.planner.whatif import WhatIf
 
 # Most splits that are shown.
@@ -118,7 +119,7 @@ def _option(one: Candidate, found: Advice) -> list[str | None]:
         f"{one.per_gpu:.0f}",
     ]
     if found.priced:
-        row.append(f"{one.cost:.2f}")
+        row.append(amount(one.cost))
     if found.question.rate:
         row.append(str(one.gpus))
     return [*row, one.reason]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planner.test_advice import PRICES, question
 from trtpipe.pipeline.planner.advice import Candidate, advise
-from trtpipe.pipeline.planner.preparation import Preparation, Took, recorded
+from trtpipe.pipeline.planner.preparation import Preparation, Took, amount, recorded
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
 
@@ -62,3 +62,11 @@ def test_a_stage_that_ran_here_counts_by_its_bytes(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(200, rel=1e-3)
     # Another card's build does not count, nor what is a millionth of the size.
     assert not any(part.recorded for part in rest)
+
+
+@pytest.mark.parametrize(
+    ("money", "shown"),
+    [(12.345, "12.35"), (0.1, "0.10"), (0.0999, "0.100"), (0.05, "0.050"), (0.00437, "0.0044"), (0.0, "0.00")],
+)
+def test_an_amount_has_two_digits_at_least(money: float, shown: str) -> None:
+    assert amount(money) == shown
