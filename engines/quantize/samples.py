@@ -69,7 +69,7 @@ def make_samples(
         if total >= rows * length:
             return np.concatenate(parts)[: rows * length].reshape(rows, length)
     raise InputDataError(
-        f"the calibration text gives {total // length} rows of {length} tokens, not {rows}",
+        f"{config.data} gives {total // length} rows of {length} tokens, not {rows}",
         remedy=f"use --set calibration.samples={total // length}, or a longer file"
         if total >= length
         else "give a longer file",

@@ -30,12 +30,15 @@ ERRORS = (
 )
 
 
-def write(report: Report | AloneReport, folder: Path) -> None:
-    """Write accuracy.json and accuracy.html into `folder`, which is made if need be. Raises HostError."""
+def write(report: Report | AloneReport, folder: Path, text: str = "held-out text") -> None:
+    """Write accuracy.json and accuracy.html into `folder`, which is made if need be. Raises HostError.
+
+    text  what the model was run on, in words
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / JSON_NAME, json.dumps(report.to_dict(), indent=4, allow_nan=False) + "\n")
-        write_whole(folder / HTML_NAME, render(report))
+        write_whole(folder / HTML_NAME, render(report, text))
     except OSError as error:
         raise HostError(
             f"the accuracy report cannot be written to {folder}",
@@ -44,12 +47,12 @@ def write(report: Report | AloneReport, folder: Path) -> None:
         ) from None
 
 
-def render(report: Report | AloneReport) -> str:
+def render(report: Report | AloneReport, text: str = "held-out text") -> str:
     """The page for a report."""
-    return pages.render(_alone(report) if isinstance(report, AloneReport) else _comparison(report))
+    return pages.render(_alone(report, text) if isinstance(report, AloneReport) else _comparison(report, text))
 
 
-def _alone(report: AloneReport) -> Page:
+def _alone(report: AloneReport, text: str) -> Page:
     found, rows = report.measured, [Row(name=what, cells=[Cell(text=value)]) for what, value in report.summary()]
     model = f"The model is not quantized, and computes in {found.quantized_dtype}; nothing was compared with it."
     if not report.plain:
@@ -59,7 +62,7 @@ def _alone(report: AloneReport) -> Page:
             "compared with it."
         )
     about = (
-        f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
+        f"{found.positions:,} next tokens of {text}, {found.rows} rows of {found.seq_len} tokens, on "
         f"{found.device}. {model}"
     )
     note, name = f"of the {report.kind} model alone", "the model" if report.plain else report.recipe
@@ -73,10 +76,10 @@ def _alone(report: AloneReport) -> Page:
     )  # fmt: skip
 
 
-def _comparison(report: Report) -> Page:
+def _comparison(report: Report, text: str) -> Page:
     found = report.measured
     about = (
-        f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
+        f"{found.positions:,} next tokens of {text}, {found.rows} rows of {found.seq_len} tokens, on "
         f"{found.device}. The original in {found.original_dtype}; quantized with "
         f"{found.quant_algo or 'no weight algorithm'}, KV cache {found.kv_cache_quant_algo or 'as it is'}, the rest in "
         f"{found.quantized_dtype}."

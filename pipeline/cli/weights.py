@@ -262,7 +262,7 @@ def verify(
             scores = score_tasks(files, original, quantized, device=device, log=log, progress=progress)
             report = replace(report, tasks=scores)
     if report_dir is not None:
-        page.write(report, report_dir)
+        page.write(report, report_dir, "held-out text" if text == calibration.HELDOUT else text)
         console.note(f"written: {report_dir}/accuracy.json and accuracy.html")
     if as_json:
         console.result_json(report.to_dict())

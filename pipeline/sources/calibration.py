@@ -104,9 +104,7 @@ def _find(data: str) -> DataSet | Path:
         path = path.expanduser()
     if path.is_file():
         return path
-    raise UsageError(
-        f"no calibration data '{data}'", why="it is neither a file nor a data set", remedy=suggestion(data, sets)
-    )
+    raise UsageError(f"no text '{data}'", why="it is neither a file nor a data set", remedy=suggestion(data, sets))
 
 
 def _column(data: DataSet) -> Iterator[str]:

@@ -25,7 +25,15 @@ from trtpipe.pipeline.sources import hub
         ),
         (
             ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "short.txt", "--samples", "9", "--seq-len", "4"],
-            "the calibration text gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
+            "short.txt gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
+        ),
+        (
+            ["verify", "MODEL", "MODEL", "--text", "short.txt", "--rows", "9", "--seq-len", "4"],
+            "short.txt gives 2 rows of 4 tokens, not 9; use --rows 2, or a longer file",
+        ),
+        (
+            ["verify", "MODEL", "MODEL", "--text", "nowhere"],
+            "no text 'nowhere': it is neither a file nor a data set; known: cnn_dailymail, demo, heldout, wikitext2",
         ),
         (
             ["quantize", "MODEL", "out", "--quant", "int8-qs"],

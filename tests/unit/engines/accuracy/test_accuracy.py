@@ -580,6 +580,9 @@ def test_the_page_tells_of_clipping(tmp_path: Path) -> None:
     texts = Page(accuracy_page.render(report)).texts
     assert ("li", "The accuracy gate passed.") in texts
     assert ("td", "1.2 %") in texts
+    about = [text for text in texts if "next tokens of held-out text" in text[1]]
+    elsewhere = Page(accuracy_page.render(report, "mine.txt")).texts
+    assert (len(about), any("next tokens of mine.txt" in text for _, text in elsewhere)) == (1, True)
     none = replace(report, measured=measured(saturation=()))
     assert any("no scale is fixed" in text for _, text in Page(accuracy_page.render(none)).texts)
     fitting = replace(report, measured=measured(saturation=measured().saturation[1:2]))

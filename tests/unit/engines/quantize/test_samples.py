@@ -159,7 +159,7 @@ def test_the_demo_text_gives_these_rows_and_no_others() -> None:
     ],
 )
 def test_too_little_text_says_how_many_rows_it_gives(texts: list[str], samples: int, length: int, line: str) -> None:
-    assert refusal(texts, samples, length) == f"the calibration text {line}"
+    assert refusal(texts, samples, length) == f"some.txt {line}"
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
