@@ -24,6 +24,7 @@ from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.adapters import ADAPTERS
+from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository
 
@@ -66,6 +67,20 @@ def test_a_target_with_adapters(model: Path, lora: dict[str, str], tmp_path: Pat
     (incomplete / "adapter_model.safetensors").unlink()
     (fault,) = check_repository(found)
     assert (fault.rule, fault.path) == ("engine-feature", f"tensorrt_llm/1/lora/{incomplete.name}")
+
+
+def test_a_target_that_is_built_again_without_adapters_has_none(
+    model: Path, lora: dict[str, str], tmp_path: Path
+) -> None:
+    chosen, store = plan(model), Store(tmp_path / "home")
+    assert repository(plan(model, lora=lora), tmp_path / "home").is_dir()
+    run = RunFolder.of(chosen.target)
+    assert AdapterFolder(run.path / "adapters").all()
+    execute(chosen, store, Recorder())
+    assert not (run.path / "adapters").is_symlink()
+    assert "adapters" not in run.stages()
+    assert "adapters" not in {read_manifest(folder / "manifest.json").record.stage for folder in run.folders(store)}  # type: ignore[union-attr]
+    assert not (run.linked("repository") / "tensorrt_llm" / "1" / "lora").exists()
 
 
 def test_only_what_adapters_change_is_made_again(model: Path, lora: dict[str, str], tmp_path: Path) -> None:
