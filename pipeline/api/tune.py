@@ -26,6 +26,8 @@ PRECISION, LEAST_PRECISION = 0.2, 0.05
 # Most runs of a rate that is near the limit.
 RUNS = 3
 MOST_MINUTES = 7 * 24 * 60
+# Seconds that Triton waits at its end for requests that a measurement has abandoned: an ensemble goes on with them.
+DRAIN_S = 2
 
 
 def tune(
@@ -47,12 +49,13 @@ def tune(
 
     Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
     Where no change could be measured, the study has no winner, and its state is "no answer"; where the best gain is
-    less than twice its error, it is "undecided". Neither has a recipe.
+    less than twice its error, or that is not known, it is "undecided". Neither has a recipe.
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
     from trtpipe.pipeline.tune import page
     from trtpipe.pipeline.tune.search import search
+    from trtpipe.pipeline.tune.study import RECIPE_NAME
 
     session = _Session(
         target, slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
@@ -78,6 +81,8 @@ def tune(
         if study.runs:
             if study.winner is not None and study.decided:
                 session.write_recipe(study.winner.candidate)
+            else:  # an interrupted search may have left one
+                (study.folder / RECIPE_NAME).unlink(missing_ok=True)
             study.write()
             page.write(study)
     return study
@@ -185,7 +190,7 @@ class _Session:
                 raise OutOfTime
             return Score(found.rate, broken=not found.report)
 
-        return search(self.candidates, again) if self.study.runs else None
+        return search(self.candidates, again, self.time_for) if self.study.runs else None
 
     def write_recipe(self, candidate: Candidate) -> None:
         """Write the build recipe of a candidate, with what was measured as its comment."""
@@ -280,7 +285,8 @@ class _Session:
         if not self.study.runs:
             return schedule
         first = self.study.runs[0]
-        return replace(schedule, around_s=first.around_s, request_s=first.request_s, tail_s=first.tail_s)
+        later_s = max(run.start_s for run in self.study.runs) - first.start_s  # a start that took longer than the first
+        return replace(schedule, around_s=first.around_s + later_s, request_s=first.request_s, tail_s=first.tail_s)
 
     @property
     def _left_s(self) -> float:
@@ -293,7 +299,11 @@ class _Session:
         schedule = self._schedule
         if not self.study.runs:
             return min(schedule.first_s, self._left_s)
-        return schedule.search_s(self._seconds if repeat == ONCE_MORE else schedule.limit_s(number), self._left_s)
+        if repeat:
+            return schedule.search_s(self._seconds if repeat == ONCE_MORE else schedule.limit_s(number), self._left_s)
+        done = sum(run.round == number and not run.repeat for run in self.study.runs)
+        others = max(0, schedule.size(number) - done - 1)
+        return schedule.search_s(schedule.limit_s(number), self._left_s, others)
 
     def _served(self, candidate: Candidate, number: int, repeat: int, begun: float) -> Run:
         from trtpipe.pipeline.api.bench import choose, measure
@@ -308,7 +318,7 @@ class _Session:
         built = time.monotonic()
         with serve(
             str(folder), openai_port=None if self._bench["protocol"] in ("grpc", "http") else 0,
-            engine_python=self._engine_python,
+            engine_python=self._engine_python, drain_s=DRAIN_S,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
             # The first search needs more load points, since it knows no rate to begin at.

@@ -19,6 +19,7 @@ from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
+from trtpipe.pipeline.serving.tritonserver import DRAIN_S
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
@@ -51,6 +52,7 @@ class LaunchOptions:
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
     otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
+    drain_s              seconds that requests in flight have to end once Triton is stopped
     """
 
     front: str = "triton"
@@ -74,6 +76,7 @@ class LaunchOptions:
     engine_python: str | None = None
     allow_model_code: bool = False
     otlp_endpoint: str | None = None
+    drain_s: int = DRAIN_S
 
     def __post_init__(self) -> None:
         """Raises UsageError for options that are wrong whatever is served."""

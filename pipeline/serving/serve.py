@@ -160,8 +160,9 @@ def _launch(
             installation, backends, passport.runtime, options.engine_python or sys.executable
         )
         start = partial(
-            tritonserver.start_local, installation, models, names, backends, endpoints, log, traces_url=traces
-        )
+            tritonserver.start_local, installation, models, names, backends, endpoints, log,
+            drain_s=options.drain_s, traces_url=traces,
+        )  # fmt: skip
     else:
         image = server_image(options, passport)
         DockerExecutor(image).require()
@@ -169,7 +170,7 @@ def _launch(
             tritonserver.start_docker,
             image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, traces_url=traces,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, drain_s=options.drain_s, traces_url=traces,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, server_log.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)

@@ -28,12 +28,14 @@ from trtpipe.pipeline.serving.triton_package import Installation
 from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_command
 
 STOP_SECONDS = 30.0
+# Of these, what requests in flight have to end.
+DRAIN_S = 15
 PROGRAM = "tritonserver"
 
 
 def start_local(
     installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path, *,
-    traces_url: str | None = None,
+    drain_s: int = DRAIN_S, traces_url: str | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of this environment on the repository `models`, which is also its working folder."""
     options = ServerOptions(
@@ -46,7 +48,7 @@ def start_local(
         metrics=endpoints.metrics,
         backends=str(backends),
         caches=str(installation.caches),
-        exit_timeout=int(STOP_SECONDS) // 2,
+        exit_timeout=drain_s,
         traces_url=traces_url,
     )
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
@@ -60,7 +62,7 @@ def start_local(
 
 def start_docker(
     image: str, models: Path, names: Sequence[str], reads: Sequence[Path], endpoints: Endpoints, log: Path, *,
-    world_size: int, gpus: tuple[int, ...] | None, shm_size: str, traces_url: str | None = None,
+    world_size: int, gpus: tuple[int, ...] | None, shm_size: str, drain_s: int = DRAIN_S, traces_url: str | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start the server of a toolchain's image on the repository `models`; `reads` are the folders it links to."""
     options = ServerOptions(
@@ -70,7 +72,7 @@ def start_docker(
         http=endpoints.http,
         grpc=endpoints.grpc,
         metrics=endpoints.metrics,
-        exit_timeout=int(STOP_SECONDS) // 2,
+        exit_timeout=drain_s,
         histograms=True,
         root=os.geteuid() == 0,
         traces_url=traces_url,

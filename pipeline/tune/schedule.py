@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtpipe.pipeline.tune.search import REPEATS, round_sizes
+from trtpipe.pipeline.tune.search import KEPT, REPEATS, round_sizes
 
 # Load points of a usual search for a rate, and the least and most seconds of one.
 POINTS = 6
@@ -42,18 +42,22 @@ class Schedule:
 
     def limit_s(self, number: int) -> float:
         """Seconds of a measurement of this round."""
+        return self.seconds / ((len(round_sizes(self.candidates)) + REPEATS - 1) * self.size(number))
+
+    def size(self, number: int) -> int:
+        """Most measurements of this round."""
         sizes = round_sizes(self.candidates)
-        return self.seconds / ((len(sizes) + REPEATS - 1) * sizes[min(number, len(sizes) - 1)])
+        return sizes[min(number, len(sizes) - 1)]
 
     @property
     def first_s(self) -> float:
         """Seconds of the search for a rate of which nothing is known."""
         return max(POINTS * LEAST_POINT_S, FIRST * self.seconds)
 
-    def search_s(self, share_s: float, left_s: float) -> float:
-        """Seconds of the search for a rate in a measurement of `share_s`, as far as these leave the time of two more
-        measurements; never fewer than it needs, nor more than are left."""
-        share_s = min(share_s, left_s - 2 * self.least_s)
+    def search_s(self, share_s: float, left_s: float, others: int = 0) -> float:
+        """Seconds of the search for a rate in a measurement of `share_s`, as far as these leave the time of `others`
+        after it and of those that are kept; never fewer than it needs, nor more than are left."""
+        share_s = min(share_s, left_s - (others + KEPT) * self.least_s)
         return max(0.0, min(left_s, max(self.least_s, share_s)) - self.around_s)
 
     def point_s(self, search_s: float) -> float:
@@ -63,4 +67,4 @@ class Schedule:
     def enough_s(self, changes: int, each_s: float) -> float:
         """Seconds of a search that measures so many changes for `each_s`, and one more time the best of them beside the
         target as it is."""
-        return (self.around_s + POINTS * LEAST_POINT_S + (changes + 2) * max(each_s, self.least_s)) / (1 - FIRST)
+        return (self.around_s + POINTS * LEAST_POINT_S + (changes + KEPT) * max(each_s, self.least_s)) / (1 - FIRST)

@@ -4,8 +4,9 @@ Each round measures its candidates for longer than the one before, and keeps the
 all changes that beat the target as it is are tried together, after the second the two best candidates: settings whose
 effects are independent of each other are so found without trying every combination. The target as it is takes part in
 every round, since what a change gains is judged beside it. At the end the best and the target as it is are measured
-again in turn, and so is a second that is close: the spread of these measurements is the error of the gain. Where time
-is short, one measurement of every change comes first, then one more of what gained, and further rounds last.
+again in turn, and so is a second that is close: the spread of these measurements is the error of the gain, and without
+it a gain is not proven. Where time is short, one measurement of every change comes first, then one more of what gained,
+and further rounds last.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 
 # Measurements of the best and of the target as it is in the last round.
 REPEATS = 3
+# Measurements whose time is kept for the last round: one of the best, and one of the target as it is.
+KEPT = 2
 # Number of the repeat in which a change of which nothing is known yet is measured once more, at the end.
 ONCE_MORE = REPEATS
 # Two results closer than this share are no difference: that of the bench's own search for a rate.
@@ -54,7 +57,7 @@ class Winner:
     gain       of it over the target as it is, as a share; None where that was not comparable
     error      standard error of the gain, as a share too; None where one of both was measured once
     complete   false when time was over before the last round
-    proven     false where the gain is more than CLOSE, but less than twice its error
+    proven     false where the gain is more than CLOSE, but less than twice its error, or that is not known
     """
 
     candidate: Candidate
@@ -98,34 +101,37 @@ def search(
         elif not found.broken:
             unknown[one] = number
 
-    def kept() -> int:
-        """Measurements that what gained so far needs: one more of the best, beside the target as it is."""
+    def fits(one: Candidate, number: int, repeat: int = 0) -> bool:
+        """Whether there is time for a measurement, beside the repeats where a change has gained: until then there is
+        nothing to repeat, and a further change tells more."""
         base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
-        return 2 if any(rated(found) > base for found in scores.values()) else 0
+        gained = any(rated(found) > base for found in scores.values())
+        return time_for(1 + KEPT * gained, one, number, repeat)
 
     field: list[Candidate] = []
     number = 0
     try:
         score(AS_IT_IS, 0)
         for one in changes:
-            if not time_for(1 + kept(), one, 0, 0):
+            if not fits(one, 0):
                 break
             field.append(one)
             score(one, 0)
         while len(field) > 1:
             following = _next(field, scores, unknown, number)
-            if not following or not time_for(1 + len(following) + kept(), AS_IT_IS, number + 1, 0):
+            if not following or not time_for(1 + len(following) + KEPT, AS_IT_IS, number + 1, 0):
                 break
             field, number = following, number + 1
             for one in (AS_IT_IS, *field):
-                score(one, number)
+                if fits(one, number):  # the measurements before it may have taken longer than they should
+                    score(one, number)
     except OutOfTime:
         return _winner(scores, complete=False)
     with contextlib.suppress(OutOfTime):
         for one in [one for one in unknown if one not in scores]:
-            if time_for(1 + kept(), one, number, ONCE_MORE):
+            if fits(one, number, ONCE_MORE):
                 score(one, number, ONCE_MORE)
-        _repeat(scores, number, score)
+        _repeat(scores, score)
     return _winner(scores, complete=True)
 
 
@@ -148,15 +154,21 @@ def _next(
     return kept
 
 
-def _repeat(scores: Scores, number: int, score: Callable[[Candidate, int, int], None]) -> None:
-    """Measure the best of the last round, those close to it and the target as it is again, in turn."""
-    last = sorted((one for one in scores if scores[one][-1][0] == number), key=lambda one: -rated(scores[one]))
-    close = [one for one in last[:2] if rated(scores[one]) >= (1 - CLOSE) * rated(scores[last[0]])]
-    again = list(dict.fromkeys((AS_IT_IS, *close)))
+def _repeat(scores: Scores, score: Callable[[Candidate, int, int], None]) -> None:
+    """Measure the target as it is, the best of the last round and one close to it again, in turn."""
+    number = _last_round(scores)
     for repeat in range(1, REPEATS):
-        if len(again) > 1:
-            for one in again:
+        # A best that was measured again may be the best no longer.
+        last = sorted((one for one in scores if scores[one][-1][0] == number), key=lambda one: -rated(scores[one]))
+        again = [one for one in last[:2] if rated(scores[one]) >= (1 - CLOSE) * rated(scores[last[0]])]
+        if any(one.changes for one in again):
+            for one in dict.fromkeys((AS_IT_IS, *again)):
                 score(one, number, repeat)
+
+
+def _last_round(scores: Scores) -> int:
+    """The last round in which a change has a result."""
+    return max((found[-1][0] for one, found in scores.items() if one.changes), default=0)
 
 
 def rated(found: Sequence[tuple[int, float]]) -> float:
@@ -173,17 +185,19 @@ def _winner(scores: Scores, *, complete: bool) -> Winner:
     """The best of those measured longest; the target as it is where none is better by more than CLOSE."""
     if not scores:
         return Winner(candidate=AS_IT_IS, gain=None, complete=complete)
-    longest = max((found[-1][0] for one, found in scores.items() if one != AS_IT_IS), default=0)
-    last = {one: rated(found) for one, found in scores.items() if found[-1][0] == longest}
-    # A round that was cut off is judged by those of it that were measured.
-    best = max(last, key=lambda one: last[one]) if last else AS_IT_IS
+    longest = _last_round(scores)
     beside = [entry for entry in scores.get(AS_IT_IS, ()) if entry[0] <= longest]
     base = rated(beside) if beside else None
-    error = _error(_longest(scores[best]), _longest(beside)) if beside and best != AS_IT_IS else None
-    if base is not None and last.get(best, base) <= base * (1 + CLOSE):
+    # A round that was cut off is judged by those of it that were measured.
+    last = {one: rated(found) for one, found in scores.items() if one.changes and found[-1][0] == longest}
+    gaining = {one: rate for one, rate in last.items() if base is None or rate > base * (1 + CLOSE)}
+    if not gaining:
         return Winner(candidate=AS_IT_IS, gain=0.0, complete=complete)
-    gain = last[best] / base - 1 if base else None
-    proven = gain is None or error is None or gain > 2 * error
+    # One that was measured again comes before one that may have been lucky once.
+    best = max(gaining, key=lambda one: (len(_longest(scores[one])) > 1, gaining[one]))
+    error = _error(_longest(scores[best]), _longest(beside)) if beside else None
+    gain = gaining[best] / base - 1 if base else None
+    proven = gain is None or (error is not None and gain > 2 * error)
     return Winner(candidate=best, gain=gain, complete=complete, error=error, proven=proven)
 
 

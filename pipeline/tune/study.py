@@ -11,7 +11,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.bench.results.report import BenchReport
+from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.tune.candidates import Candidate
 from trtpipe.pipeline.tune.search import CLOSE, Winner
@@ -102,9 +102,8 @@ class Run:
             rate = 0.0 if (found.ended or "").startswith(NOTHING_MEETS) else None
         else:
             # In a short load point a queue may grow whose requests still meet the objectives: what was answered counts.
-            there = (one for one in bench.results if one.load.get("rate") == rate and not one.interrupted)
-            good = (one.metrics["request_goodput"]["value"] for one in there)
-            answered = [value for value in good if value is not None]
+            there = [one for one in bench.results if one.load.get("rate") == rate and not one.interrupted]
+            answered = [value for value in map(_answered, there) if value is not None]
             rate = min(rate, sum(answered) / len(answered)) if answered else rate
         medians = (one.metrics["request_latency"]["p50"] for one in bench.results)
         request_s = min((value / 1e3 for value in medians if value is not None), default=0.0)
@@ -129,8 +128,8 @@ class Study:
     question  what decides the result: target, settings, objectives, load, time; a study with another is another study
     left      candidates that have no result, and why
     remedy    what to do where no change has a result; "" where more time does not help
-    state     complete; out of time, before all candidates were measured; undecided, since the gain is within its error;
-              no answer, since no candidate was measured; or interrupted
+    state     complete; out of time, before all candidates were measured; undecided, since the gain is within twice its
+              error, or that is not known; no answer, since no candidate was measured; or interrupted
     price     of the target's GPUs for an hour, if known
     """
 
@@ -208,7 +207,8 @@ class Study:
         gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%}{error} over the target as it is"
         if not self.winner.proven:
             remedy = f"; {self.remedy}, or a quieter machine" if self.remedy else ""
-            return f"not decided: {self.winner.candidate.name}{gain}, less than twice its error{remedy}"
+            why = "with an unknown error" if self.winner.error is None else "less than twice its error"
+            return f"not decided: {self.winner.candidate.name}{gain}, {why}{remedy}"
         return f"{self.winner.candidate.name}: {rate:.4g} requests/s within the objectives{gain}{cut}"
 
     def to_json(self) -> dict[str, Any]:
@@ -225,6 +225,17 @@ class Study:
     def write(self) -> None:
         """Raises HostError."""
         put(self.folder, {JSON_NAME: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"})
+
+
+def _answered(point: LoadPointResult) -> float | None:
+    """Requests/s that were answered within the objectives: those that ended within the load point, or all of them until
+    the last one's end, if that is more. In a few seconds on a busy machine none may end."""
+    inside: float | None = point.metrics["request_goodput"]["value"]
+    if inside is None or point.slo is None or point.window_s is None:
+        return None
+    until_s = point.window_s + (point.metrics["request_latency"]["max"] or 0.0) / 1e3
+    everything: float = (point.slo["attainment"] or 0.0) * point.requests["measured"] / until_s
+    return max(inside, everything)
 
 
 def put(folder: Path, texts: Mapping[str, str]) -> None:

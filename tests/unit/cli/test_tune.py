@@ -46,6 +46,21 @@ def test_without_a_measured_change_it_says_so_with_what_helps_and_fails(
     assert (told.status, json.loads(told.out)["state"]) == (5, "no answer")
 
 
+def test_a_gain_of_unknown_error_is_not_decided_and_fails(
+    run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    winner = Winner(candidate=BATCH, gain=0.8, complete=True, proven=False)
+    runs = measured(AS_IT_IS, 10.0), measured(BATCH, 18.0)
+    study(monkeypatch, tmp_path, *runs, winner=winner, remedy="give --minutes 12 or more")
+    done = run(*ASKED)
+    assert done.status == 5
+    assert (
+        "not decided: build.max_batch_size=32, +80% over the target as it is, with an unknown error; give --minutes "
+        "12 or more, or a quieter machine\n"
+    ) in done.out
+    assert "recipe" not in done.out
+
+
 def test_what_serves_best_is_said_of_the_changes_that_were_measured(
     run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 from trtpipe.pipeline.tune.schedule import LEAST_POINT_S, POINTS, Schedule
 from trtpipe.pipeline.tune.search import (
+    KEPT,
     ONCE_MORE,
     REPEATS,
     OutOfTime,
@@ -27,7 +28,7 @@ from trtpipe.pipeline.tune.search import (
 
 # Settings -> what each of their values multiplies the rate by; a target as it is has a rate of 10.
 Surface = dict[str, dict[int, float]]
-A = Candidate.of({"a": 1})
+A, B = Candidate.of({"a": 1}), Candidate.of({"b": 1})
 factor = st.sampled_from([0.5, 0.8, 0.95, 1.1, 1.25, 1.6])
 surfaces = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.integers(1, 3), factor, min_size=1), min_size=1)
 
@@ -109,6 +110,34 @@ def test_a_gain_has_the_error_of_its_repeats_and_is_proven_beyond_twice_that(
     rates = {AS_IT_IS: [10.0, 12.0, 11.0], A: changed}
     found = search([A], lambda one, number, repeat: Score(rates[one][repeat]))
     assert replace(found, gain=round(found.gain or 0.0, 3), error=found.error and round(found.error, 3)) == expected
+
+
+def test_a_gain_without_an_error_is_not_proven_unless_the_target_as_it_is_meets_nothing() -> None:
+    once = Clock(Machine({"a": {1: 1.8}}), most=2).search()
+    assert (once.candidate, once.error, once.proven) == (A, None, False)
+    nothing = search([A], lambda one, number, repeat: Score(10.0 if one == A else 0.0))
+    assert (nothing.candidate, nothing.gain, nothing.proven) == (A, None, True)
+    # The repeats of the change have no result.
+    late = search([A], lambda one, number, repeat: Score(None if one == A and repeat else 10.0 + 8 * (one == A)))
+    assert (late.candidate, late.error, late.proven) == (A, None, False)
+
+
+@pytest.mark.parametrize(("most", "expected", "gain"), [(5, A, 0.25), (8, B, 0.3)])
+def test_a_best_that_was_lucky_once_gives_way_to_one_that_was_measured_again(
+    most: int, expected: Candidate, gain: float
+) -> None:
+    rates = {AS_IT_IS: [10.0] * 3, A: [14.0, 11.0, 11.0], B: [13.0] * 3}
+    left = iter(range(most))
+
+    def measure(one: Candidate, number: int, repeat: int) -> Score:
+        if number or next(left, None) is None:
+            raise OutOfTime
+        return Score(rates[one][repeat])
+
+    found = search([A, B], measure, lambda measurements, one, number, repeat: number == 0)
+    assert found.candidate == expected
+    assert found.gain == pytest.approx(gain)
+    assert found.error is not None
 
 
 def test_a_candidate_whose_time_was_over_is_measured_longer_and_a_broken_one_is_not() -> None:
@@ -220,6 +249,10 @@ def test_a_schedule_spends_no_more_than_its_time_and_leaves_each_measurement_the
     assert limits == sorted(limits)  # later rounds measure longer
     search_s = schedule.search_s(limits[0], left_s)
     assert 0 <= search_s <= left_s
+    # A round that has the time for all of it still has that of the repeats after it.
+    shared_s = schedule.search_s(limits[0], left_s, candidates)
+    if left_s >= (candidates + 1 + KEPT) * schedule.least_s:
+        assert left_s - around_s - shared_s >= (candidates + KEPT) * schedule.least_s * 0.999
     if left_s >= schedule.least_s:
         assert search_s >= POINTS * (max(LEAST_POINT_S, min(60, 6 * request_s)) + tail_s) * 0.999
         assert POINTS * (schedule.point_s(search_s) + tail_s) <= search_s * 1.001

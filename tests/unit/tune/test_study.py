@@ -20,14 +20,19 @@ from trtpipe.pipeline.tune.study import Point, Run
 KNOWN: dict[str, Any] = {"candidate": AS_IT_IS, "round": 0, "repeat": 0, "seconds": 1.0}
 
 
-def report(found: Found, *rates: float) -> Any:
+def report(found: Found, *rates: float, inside: float = 3.5, longest_ms: float = 2000.0) -> Any:
+    """Load points of 3 s; `inside`: requests/s that ended within the objectives in these."""
+
     def result(rate: float) -> Any:
         metrics = {
-            "request_goodput": {"value": 3.5}, "output_token_throughput": {"value": 16 * rate},
+            "request_goodput": {"value": inside}, "output_token_throughput": {"value": 16 * rate},
             "time_to_first_token": {"p99": 90.0}, "time_per_output_token": {"p50": 11.0},
-            "request_latency": {"p50": 420.0},
+            "request_latency": {"p50": 420.0, "max": longest_ms},
         }  # fmt: skip
-        return SimpleNamespace(load={"kind": "open", "rate": rate}, metrics=metrics, interrupted=False)
+        return SimpleNamespace(
+            load={"kind": "open", "rate": rate}, metrics=metrics, interrupted=False, window_s=3.0,
+            slo={"attainment": 1.0}, requests={"measured": round(3 * rate)},
+        )  # fmt: skip
 
     return SimpleNamespace(searches=[SimpleNamespace(found=found)], results=[result(rate) for rate in rates])
 
@@ -46,6 +51,20 @@ def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None
     assert run.request_s == pytest.approx(0.42)
     assert (run.rate, run.tokens_per_s, run.said()) == (3.5, 64.0, "3.5 requests/s (4 to 8)")
     assert Run.from_json(run.to_json()) == run
+
+
+@pytest.mark.parametrize(
+    ("inside", "longest_ms", "rate"),
+    [
+        (3.5, 2000.0, 3.5),
+        (0.0, 3000.0, 2.0),  # the machine stood still: all 12 were answered within 6 s
+        (1.0, 1000.0, 3.0),
+        (5.0, 500.0, 4.0),  # with those that were sent before; no more than the rate that was sent
+    ],
+)
+def test_what_was_answered_after_a_short_load_point_counts_too(inside: float, longest_ms: float, rate: float) -> None:
+    found = Found(rate=4.0, interval=(4.0, None), steps=[step(4.0, passed=True)])
+    assert Run.measured(report(found, 4.0, inside=inside, longest_ms=longest_ms), **KNOWN).rate == rate
 
 
 @pytest.mark.parametrize(
