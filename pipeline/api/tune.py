@@ -278,15 +278,15 @@ class _Session:
 
     @property
     def _schedule(self) -> Schedule:
-        """With what the first measurement, of the target as it is, showed."""
+        """With what the first measurement, of the target as it is, showed, and the longest start and stop so far."""
         from trtpipe.pipeline.tune.schedule import Schedule
 
         schedule = Schedule(seconds=self._seconds, candidates=len(self.candidates))
         if not self.study.runs:
             return schedule
         first = self.study.runs[0]
-        later_s = max(run.start_s for run in self.study.runs) - first.start_s  # a start that took longer than the first
-        return replace(schedule, around_s=first.around_s + later_s, request_s=first.request_s, tail_s=first.tail_s)
+        around_s = max(run.around_s for run in self.study.runs)
+        return replace(schedule, around_s=around_s, request_s=first.request_s, tail_s=first.tail_s)
 
     @property
     def _left_s(self) -> float:
@@ -341,7 +341,8 @@ class _Session:
         seconds = time.monotonic() - begun
         return Run.measured(
             report, candidate=candidate, round=number, repeat=repeat, seconds=seconds, start_s=start_s,
-            around_s=seconds - searched_s, tail_s=tail_s, report=str(file.relative_to(self.study.folder)),
+            around_s=seconds - searched_s - (built - begun), tail_s=tail_s,
+            report=str(file.relative_to(self.study.folder)),
         )  # fmt: skip
 
     def _imported(self, candidate: Candidate) -> dict[str, Any]:

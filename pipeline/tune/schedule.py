@@ -20,7 +20,7 @@ class Schedule:
     """Rounds get equal shares of `seconds`, the last one as many as it is repeated, and so each measurement of a round
     more than one of the round before.
 
-    around_s   of a measurement without its search: its server is built, started and stopped
+    around_s   of a measurement without its search: its server is started and stopped
     request_s  of one request alone
     tail_s     of a load point after its length, in which the requests that are under way are answered
     """

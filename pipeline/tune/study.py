@@ -40,7 +40,7 @@ class Run:
     round, repeat  of the search
     seconds   that it took, with the building and starting of what it measures
     start_s   of these until the server was ready, once built
-    around_s  of these without the search for a rate: the building, start and stop of the server
+    around_s  of these in which the server started and stopped
     request_s seconds of a request, the lowest median of its load points; 0 where that is not known
     tail_s    seconds of a load point after its length, the mean
     rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
