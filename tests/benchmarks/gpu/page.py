@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.benchmarks.gpu import accuracy_page, comparison, ranks_page, served_page, several_page, speed_page
-from tests.benchmarks.gpu.page_parts import bandwidth, section_text
+from tests.benchmarks.gpu.page_parts import bandwidth, section_text, where
 
 # What could not be run on any machine so far, and what stands in for it.
 ABSENT = """\
@@ -126,7 +126,9 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
         parts.append(section_text("Tensor parallelism of the reference runtime", several[0], lines))
     for model, (title, said) in several_page.MODELS.items():
         if found[model]:
-            parts.append(section_text(title, several[0], said(found[model])))
+            first, *later = [section for section in several if model in section["result"]]
+            others = [f"{'; '.join(section['result'][model])}: {where(section)}" for section in later]
+            parts.append(section_text(title, first, [*others, *said(found[model])]))
     if large and "in_process" in large["result"]:
         lines = several_page.large_served(large["result"], speed_page.fronts)
         parts.append(section_text("Llama 3 70B's shapes behind our fronts", large, lines))
