@@ -126,7 +126,7 @@ def render(kept: Mapping[str, Any], figure: str = "", tails: str = "") -> str:
         parts.append(section_text("Tensor parallelism of the reference runtime", several[0], lines))
     for model, (title, said) in several_page.MODELS.items():
         if found[model]:
-            first, *later = [section for section in several if model in section["result"]]
+            first, *later = [section for section in several if model in section["result"]] or several[:1]
             others = [f"{'; '.join(section['result'][model])}: {where(section)}" for section in later]
             parts.append(section_text(title, first, [*others, *said(found[model])]))
     if large and "in_process" in large["result"]:
