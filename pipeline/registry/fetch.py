@@ -15,10 +15,11 @@ from trtpipe.pipeline.stages.base import Progress
 CHUNK = 1 << 20
 
 
-def damaged(path: str, registry: Registry) -> InputDataError:
+def damaged(path: str, blob: Blob, registry: Registry) -> InputDataError:
     return InputDataError(
         f"{path} from {registry.url} is damaged", why="its digest is another",
-        remedy="pull again; if it stays so, push it again",
+        remedy=f"pull again; if it stays so, remove the file {blob.sha256} there, which a push takes for whole, "
+        "and push the target again",
     )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ class Fetch:
                 self._counter.add(len(piece))
         if done != blob.size or digest.hexdigest() != blob.sha256:
             arriving.unlink()
-            raise damaged(file["path"], self._registry)
+            raise damaged(file["path"], blob, self._registry)
         arriving.rename(out)
         self._counted.add(blob.sha256)
         self.here[blob.sha256] = out  # valid within the same artefact only: a finished artefact moves

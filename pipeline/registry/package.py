@@ -15,6 +15,7 @@ from typing import Any
 from trtpipe import __version__
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import ArtefactRefused, InputDataError
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
@@ -50,10 +51,11 @@ def describe(
     run = require_run(target)
     spec = run.spec()
     made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(spec) if stage.makes in wanted}
-    checkpoint = made.get("checkpoint") or _made(
-        next(stage for stage in stages_of(spec) if stage.makes == "checkpoint"), run, store, False
-    )
-    passport = read_passport(made["engine"].path) if "engine" in made else draft_passport(spec, checkpoint)
+    if "engine" in made:
+        passport = read_passport(made["engine"].path)
+    else:
+        convert = next(stage for stage in stages_of(spec) if stage.makes == "checkpoint")
+        passport = draft_passport(spec, made.get("checkpoint") or _made(convert, run, store, False))
     index = {
         "format": FORMAT,
         "trtpipe": __version__,
@@ -62,8 +64,14 @@ def describe(
         "settings": spec.settings,
         "passport": passport.to_json(),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
-        "provenance": signed(statement(run, store), sign_key),
     }
+    arrived = run.path / PROVENANCE
+    if sign_key is None and arrived.is_file() and all(artefact.origin for artefact in made.values()):
+        # As it came, with its signature: nothing of it was made here.
+        index["provenance"] = read_json(arrived, "provenance")
+        check_provenance(index, str(arrived))
+    else:
+        index["provenance"] = signed(statement(run, store), sign_key)
     store.digests.save()
     return index, made
 
@@ -237,6 +245,11 @@ def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
 
 def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
     if stage.name not in run.stages():
+        if run.origins():
+            raise InputDataError(
+                f"{run.path} has no {stage.makes}", why="it did not come with the target",
+                remedy=f"take it from where the target was built (`trtpipe pull --only {stage.makes},tokenizer`)",
+            )  # fmt: skip
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",

@@ -224,7 +224,7 @@ def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
     blob = Blob(found[0]["sha256"], found[0]["size"])
     data = b"".join(registry.read(blob))
     if hashlib.sha256(data).hexdigest() != blob.sha256:
-        raise damaged(PASSPORT, registry)
+        raise damaged(PASSPORT, blob, registry)
     if parse_json(data) != index["passport"]:
         raise InputDataError(f"{where} is damaged", why=f"its passport is not the engine's {PASSPORT}")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.run_folder import RUNS, RunFolder, require_run
 from trtpipe.pipeline.serving.servers import Server, running
 from trtpipe.pipeline.stages import stages_of
@@ -90,15 +90,15 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
     """Delete run folders; `trtpipe gc` then drops what only they referred to. Of a link to one the link alone goes.
     Returns the names of the targets, and the paths of those outside ./runs.
 
-    Raises UsageError, before anything is deleted, for an unknown target, for one that is served, and for another
-    program's folder with a plan.json.
+    Raises UsageError, before anything is deleted, for an unknown target, for one that is served, and for a folder that
+    trtpipe did not make.
     """
     paths = list(dict.fromkeys(_path(name) for name in names))
     servers = running(store)
     for path in paths:
         if path.is_symlink():
             continue
-        if path.parent != RUNS and not RunFolder(path).started(store):
+        if not RunFolder(path).started(store) and (path.parent != RUNS or not _planned(path)):
             raise UsageError(
                 f"{path} is no run folder of {store.home}", remedy="give a name of `trtpipe ls`, or remove it yourself"
             )
@@ -115,6 +115,17 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
                     f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
                 ) from None
     return [path.name if path.parent == RUNS else str(path) for path in paths]
+
+
+def _planned(path: Path) -> bool:
+    """Whether a folder holds the plan of a target, also one that this version refuses."""
+    try:
+        RunFolder(path).spec()
+    except InputDataError:
+        return False
+    except UsageError:
+        return True
+    return True
 
 
 def _path(name: str) -> Path:

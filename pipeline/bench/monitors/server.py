@@ -42,9 +42,12 @@ SERVER_METRICS = {
 
 
 def require_metrics(url: str) -> None:
-    """Raises HostError where no page can be read at `url`: without it the server's figures would be missing."""
+    """Raises HostError where no metrics can be read at `url`: without them the server's figures would be missing."""
     page, trouble = _read_page(url)
-    if page is None:
+    if page is not None:
+        found = _parse((0, page))
+        trouble = "" if found is not None and found.samples else "its page has no Prometheus metrics"
+    if trouble:
         raise HostError(
             f"no metrics could be read from {url}",
             why=trouble,

@@ -12,6 +12,7 @@ from tests.support.factories import write_passport
 from tests.unit.cli.conftest import Run, remember
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.bench.monitors import server
 from trtpipe.pipeline.bench.options import Target
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import servers, tritonserver
@@ -50,8 +51,8 @@ def test_whose_stamps_a_measurement_takes(
     taken: list[bool] = []
     monkeypatch.setattr(api, "LINUX", linux)
     monkeypatch.setattr(bench, "_measure", lambda options, *rest, **more: taken.append(options.wiring.kernel_stamps))
-    server = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__]
-    assert run("bench", *server, *words).status == 0
+    given = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__]
+    assert run("bench", *given, *words).status == 0
     assert taken == [kernel]
 
 
@@ -123,11 +124,18 @@ def test_an_address_of_metrics_that_does_not_answer_is_told_before_the_load(run:
     with socket.socket() as taken:  # and nobody listens there
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/metrics"
-        server = ("--grpc-url", "127.0.0.1:1", "--tokenizer", tmp_path, "--metrics-url", url)
+        given = ("--grpc-url", "127.0.0.1:1", "--tokenizer", tmp_path, "--metrics-url", url)
         (tmp_path / "tokenizer.json").touch()
-        done = run("bench", *server, "--protocol", "grpc", "--concurrency", "1", "--requests", "1")
+        done = run("bench", *given, "--protocol", "grpc", "--concurrency", "1", "--requests", "1")
     assert done.status == 4
     assert done.error() == (
         f"no metrics could be read from {url}: Connection refused; give the server's metrics page, such as "
         "http://host:8002/metrics, or leave --metrics-url out"
     )
+
+
+@pytest.mark.parametrize("page", [b"", b'{"object": "list"}', b"<html></html>"])
+def test_a_page_without_metrics_is_told_before_the_load(page: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_read_page", lambda url: (page, ""))
+    with pytest.raises(HostError, match="no metrics could be read from http://h/x: its page has no Prometheus metrics"):
+        server.require_metrics("http://h/x")

@@ -251,6 +251,15 @@ def test_rm_removes_only_what_is_meant(
         2,
         f"{in_folder / 'app'} is no run folder of {store.home}; give a name of `trtpipe ls`, or remove it yourself",
     )
+    for name, files in (
+        ("notes", ["f"]),
+        ("junk", ["plan.json", "f"]),
+    ):  # somebody else's, in a folder of the same name
+        (in_folder / "runs" / name).mkdir()
+        for file in files:
+            (in_folder / "runs" / name / file).write_text("{}")
+        assert run("rm", name).error().startswith(f"runs/{name} is no run folder of {store.home}; give a name of")
+        assert (in_folder / "runs" / name / "f").is_file()
     (in_folder / "runs" / "link").symlink_to("tiny.cpu.fp32")
     assert run("rm", "runs/link").out == "removed link\n"
     remember(store, "tiny.cpu.fp32", source=made)

@@ -22,6 +22,7 @@ from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Hub
 from tests.support.registries import s3_sessions as s3_sessions
+from tests.unit.registry.test_signatures import KINDS, write_pair
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from trtpipe.pipeline.registry import oci_upload, parts, transfer
@@ -273,7 +274,8 @@ def test_a_file_that_is_not_what_its_digest_says(
         yield bytes([data[0] ^ 1]) + data[1:]
 
     monkeypatch.setattr(type(weak), "read", flipped)
-    with pytest.raises(InputDataError, match="is damaged: its digest is another; pull again"):
+    told = r"is damaged: its digest is another; pull again; if it stays so, remove the file \w{64} there"
+    with pytest.raises(InputDataError, match=told):
         transfer.pull(TARGET, weak, store)
     assert not [file for file in store.home.rglob("*") if file.is_file() and file.suffix == ".safetensors"]
     assert not (Path("runs") / TARGET).exists()
@@ -547,6 +549,20 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     shutil.rmtree("runs")
     with pytest.raises(ArtefactRefused, match="the provenance does not hold: the engine is 000000000000, its files gi"):
         transfer.pull(TARGET, open_registry(shelf), store)
+
+
+def test_a_pulled_target_is_pushed_on_with_the_provenance_that_came(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (open_registry(str(tmp_path / name)) for name in ("staging", "production"))
+    private, _ = write_pair(tmp_path, KINDS["ed25519"]())
+    transfer.push(TARGET, first, made, sign_key=private)
+    store = elsewhere(tmp_path, monkeypatch)
+    transfer.pull(TARGET, first, store)
+    transfer.push(TARGET, second, store)
+    assert second.index(TARGET) == first.index(TARGET)
+    with pytest.raises(InputDataError, match="has no checkpoint: it did not come with the target; take it from where"):
+        transfer.push(TARGET, second, store, ("checkpoint",))
 
 
 @pytest.mark.parametrize(
