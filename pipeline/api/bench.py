@@ -436,6 +436,16 @@ def served_at(options: BenchOptions) -> Served | None:
     return None
 
 
+def served_tokenizers() -> Iterator[Path]:
+    """The tokenizer.json of each target that `trtpipe serve` serves."""
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.store.store import Store
+
+    for found in servers.running(Store(default_home())):
+        yield from (one.tokenizer / "tokenizer.json" for one in found.served)
+
+
 def require_room(work: Work, name: str, repository: Path) -> None:
     """Refuse fixed lengths that the engine does not take. Raises UsageError, and ArtefactRefused without a passport."""
     from trtpipe.engines.errors import UsageError

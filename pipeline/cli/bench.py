@@ -161,10 +161,10 @@ def again(
     """
     from dataclasses import replace
 
-    from trtpipe.pipeline.api.bench import headers, served_at
+    from trtpipe.pipeline.api.bench import headers, served_at, served_tokenizers
     from trtpipe.pipeline.bench.results.files import read_again
 
-    options = read_again(earlier, tokenizer)
+    options = read_again(earlier, tokenizer, served_tokenizers())
     urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
     targets = tuple(
         replace(target, url=urls[target.protocol] or target.url, metrics_url=metrics_url or target.metrics_url)

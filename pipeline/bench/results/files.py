@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,10 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
     return list(texts)
 
 
-def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
+def read_again(path: Path, tokenizer: Path | None = None, others: Iterable[Path] = ()) -> BenchOptions:
     """The options of a report.json, or of a folder with one, to repeat its run; `tokenizer`, likewise a file or a
-    folder, replaces one that is stored elsewhere now.
+    folder, replaces one that is stored elsewhere now. Without it, where the report's is gone, the same file among
+    `others` does.
 
     Raises InputDataError for a file that is not a report, and for one whose input files have changed: another run.
     """
@@ -69,6 +70,14 @@ def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
         raise InputDataError(f"{path} is damaged", why="work_sha256 is not a mapping", remedy="measure anew")
     if tokenizer is not None:
         options = replace(options, tokenizer=file_in(tokenizer, "tokenizer.json"))
+    elif not options.tokenizer.is_file():
+        same = [file for file in others if file.is_file() and digest(file) == report.get("tokenizer_sha256")]
+        if not same:
+            raise InputDataError(
+                f"the tokenizer of {path} is gone", why=f"it was {options.tokenizer}",
+                remedy="give --tokenizer, the model's tokenizer.json or its folder",
+            )  # fmt: skip
+        options = replace(options, tokenizer=same[0])
     then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
     for file, sha256 in then.items():
         if digest(Path(file)) != sha256:

@@ -205,6 +205,15 @@ def test_samples_of_a_user_s_prompts_are_kept_where_that_is_asked_for(
     again = read_again(tmp_path, tokenizer.parent)
     assert again.tokenizer == tokenizer
     assert len(run(again, None, None).results[0].samples) == 3
+    # `trtpipe gc` has deleted the tokenizer, and a running server has the same.
+    told = json.loads(place.read_text())
+    told["options"]["tokenizer"] = str(tmp_path / "gone" / "tokenizer.json")
+    place.write_text(json.dumps(told))
+    assert read_again(tmp_path, others=[tmp_path / "none", prompts, tokenizer]).tokenizer == tokenizer
+    with pytest.raises(
+        InputDataError, match=r"the tokenizer of .* is gone: it was .*gone/tokenizer.json; give --token"
+    ):
+        read_again(tmp_path, others=[prompts])
     assert measure(known, tokenizer, log_samples=False).results[0].samples == ()
 
 
