@@ -6,13 +6,15 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from trtpipe.pipeline.api.arguments import checked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,15 +90,15 @@ class BenchArguments(TypedDict, total=False):
     http_url: str | None
     openai_url: str | None
     openai_model: str | None
-    tokenizer: Path | None
+    tokenizer: str | Path | None
     metrics_url: str | None
-    load: str | None
-    concurrency: int | Sequence[float] | None
+    load: str | Path | None
+    concurrency: int | Sequence[int] | None
     rate: float | Sequence[float] | None
     arrivals: str | None
     burstiness: float | None
     max_in_flight: int | None
-    trace: Path | None
+    trace: str | Path | None
     speedup: float | None
     requests: int | None
     duration: float | None
@@ -104,8 +106,8 @@ class BenchArguments(TypedDict, total=False):
     repeat: int | None
     input_tokens: int | str | None
     output_tokens: int | str | None
-    prompts: Path | None
-    sharegpt: Path | None
+    prompts: str | Path | None
+    sharegpt: str | Path | None
     sampling: Mapping[str, Any] | None
     natural_end: bool | None
     slo: str | Sequence[str] | None
@@ -124,18 +126,6 @@ class BenchArguments(TypedDict, total=False):
     log_samples: bool | None
 
 
-# Arguments that are a number, and those that may be several.
-NUMBERS = (
-    "burstiness", "max_in_flight", "speedup", "requests", "duration", "ramp", "repeat", "attainment", "precision",
-    "connections", "workers", "hosts", "seed", "timeout", "token_timeout",
-)  # fmt: skip
-LISTS = ("concurrency", "rate")
-# Arguments that are a text, and those that name a file.
-TEXTS = (
-    "server", "protocol", "model", "grpc_url", "http_url", "openai_url", "openai_model", "metrics_url",
-    "arrivals", "find", "transport", "ray",
-)  # fmt: skip
-FILES = ("load", "tokenizer", "trace", "prompts", "sharegpt")
 # What counts where an argument is left out.
 DEFAULTS: BenchArguments = {
     "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
@@ -143,8 +133,9 @@ DEFAULTS: BenchArguments = {
 }  # fmt: skip
 
 
+@checked
 def bench(
-    target: str | Client | None = None, *, report: Path | None = None,
+    target: str | Path | Client | None = None, *, report: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None, **arguments: Unpack[BenchArguments],
 ) -> BenchReport:  # fmt: skip
     """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
@@ -157,15 +148,15 @@ def bench(
     UsageError, InputDataError, HostError or StageFailed where nothing could be measured.
     """
     if report is not None:
-        check_place(report)
-    if target is not None and not isinstance(target, str):
+        check_place(Path(report))
+    if target is not None and not isinstance(target, str | Path):
         arguments["server"], target = target.server, target.target
-    options, served = choose(target, **arguments)
+    options, served = choose(_text(target), **arguments)
     measured = measure(options, served, progress)
     if report is not None:
         from trtpipe.pipeline.bench.results.files import write_report
 
-        write_report(measured, report)
+        write_report(measured, Path(report))
     return measured
 
 
@@ -231,7 +222,6 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
             f"unknown argument '{unknown[0]}'", remedy=suggestion(unknown[0], BenchArguments.__annotations__)
         )
     given = {name: value for name, value in arguments.items() if value is not None}
-    _check_types(given)
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
     tokenizer = None if ask.tokenizer is None else file_in(Path(ask.tokenizer), "tokenizer.json")
@@ -249,11 +239,11 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         duration = duration if ask.requests or duration else SEARCH_SECONDS
     load_points, work = _load(
         _text(ask.load),
-        {"concurrency": concurrency, "rate": rate, "trace": ask.trace, "arrivals": ask.arrivals,
+        {"concurrency": concurrency, "rate": rate, "trace": _path(ask.trace), "arrivals": ask.arrivals,
          "burstiness": ask.burstiness, "max_in_flight": ask.max_in_flight, "speedup": ask.speedup,
          "requests": ask.requests, "duration_s": duration, "ramp_s": ask.ramp},
-        {"input_tokens": _text(ask.input_tokens), "output_tokens": _text(ask.output_tokens), "prompts": ask.prompts,
-         "sharegpt": ask.sharegpt, "options": dict(ask.sampling or {}) or None,
+        {"input_tokens": _text(ask.input_tokens), "output_tokens": _text(ask.output_tokens),
+         "prompts": _path(ask.prompts), "sharegpt": _path(ask.sharegpt), "options": dict(ask.sampling or {}) or None,
          "ignore_eos": False if ask.natural_end else None},
     )  # fmt: skip
     urls = {"grpc": ask.grpc_url, "http": ask.http_url, "completions": ask.openai_url, "chat": ask.openai_url}
@@ -309,37 +299,18 @@ def check_place(report: Path) -> None:
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
-    """The command line has checked its own; Python's arguments may be anything. Raises UsageError."""
-    from trtpipe.engines.errors import UsageError
-
-    for name, value in given.items():
-        several = name in LISTS and isinstance(value, Collection) and not isinstance(value, str)
-        values = list(value) if several else [value]
-        if name in (*NUMBERS, *LISTS) and not all(isinstance(one, Real) for one in values):
-            remedy = "give a number or a list of numbers" if name in LISTS else "give a number"
-            raise UsageError(f"{name} is {value!r}", remedy=remedy)
-        if name in TEXTS and not isinstance(value, str):
-            raise UsageError(f"{name} is {value!r}", remedy="give a text")
-        if name in FILES and not isinstance(value, str | Path):
-            raise UsageError(f"{name} is {value!r}", remedy="give the name or path of a file")
-        texts = [value] if isinstance(value, str) or not isinstance(value, Collection) else value
-        if name == "slo" and not all(isinstance(one, str) for one in texts):
-            raise UsageError(
-                f"{name} is {value!r}", remedy='give an objective or a list of them, such as "ttft:p99<200ms"'
-            )
-        if name == "sampling" and not isinstance(value, Mapping):
-            raise UsageError(f"{name} is {value!r}", remedy='give a mapping, such as {"top_p": 0.9}')
-
-
 def _several(value: Any) -> list[Any] | None:
     if value is None:
         return None
-    return [value] if isinstance(value, str | float | int) else list(value)
+    return [value] if isinstance(value, str | Real) else list(value)
 
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)
 
 
 def kernel_timestamps(asked: bool | None, transport: str) -> bool:

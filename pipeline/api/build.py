@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from trtpipe.pipeline.api.arguments import checked
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
@@ -44,7 +46,7 @@ class BuildOptions(TypedDict, total=False):
     """
 
     recipe: str | Path | None
-    model: str | None
+    model: str | Path | None
     source: str | None
     revision: str | None
     gpu: str | None
@@ -58,9 +60,9 @@ class BuildOptions(TypedDict, total=False):
     pp: int | None
     moe_tp: int | None
     moe_ep: int | None
-    load: str | None
+    load: str | Path | None
     accept_accuracy: bool | None
-    tasks: Sequence[str] | None
+    tasks: Sequence[str | Path] | None
     lora: Mapping[str, str | Path] | None
     set: Mapping[str, Any] | None
 
@@ -89,6 +91,7 @@ class Built:
         return RunFolder(self.folder).linked("repository")
 
 
+@checked
 def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
     """Resolve the settings of a build, each with its source; reads YAML files only.
 
@@ -110,25 +113,28 @@ def resolved(layers: list[Layer]) -> BuildSpec:
 
 def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
-    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.layers import dotted_layer, recipe_layer
 
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: _plain(value) for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
-    if not isinstance(assigned, Mapping):
-        raise UsageError(
-            f"set is a {type(assigned).__name__}, not a mapping", remedy='write set={"build.max_batch_size": 16}'
-        )
     if "lora" in given:
-        given["lora"] = {name: str(folder) for name, folder in given["lora"].items()}
-    return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
+        given["lora"] = {name: _plain(folder) for name, folder in given["lora"].items()}
+    if "tasks" in given:
+        given["tasks"] = [_plain(file) for file in given["tasks"]]
+    return [*([recipe_layer(recipe)] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
 
 
+def _plain(value: Any) -> Any:
+    """A path as the text that a recipe has for it; another value as it is."""
+    return str(value) if isinstance(value, Path) else value
+
+
+@checked
 def build(
     spec: BuildSpec | None = None, *, until: str | None = None, verify: bool = False, keep_failed: bool = False,
-    given: Mapping[str, Artefact] | None = None, trust_origin: Sequence[str] = (), trust_key: Sequence[Path] = (),
-    store: Store | None = None, reporter: Reporter | None = None, folder: Path | None = None,
-    **options: Unpack[BuildOptions],
+    given: Mapping[str, Artefact] | None = None, trust_origin: Sequence[str | Path] = (),
+    trust_key: Sequence[str | Path] = (), store: Store | None = None, reporter: Reporter | None = None,
+    folder: str | Path | None = None, **options: Unpack[BuildOptions],
 ) -> Built:  # fmt: skip
     """Make the model repository of one target in ./runs, stage by stage; a stage that is current does not run again.
 
@@ -154,16 +160,16 @@ def build(
 
     if spec is not None and options:
         raise UsageError(f"a spec and {next(iter(options))} are given", remedy="give one of them")
-    spec = spec or resolved(layers(**options))
+    spec, place = spec or resolved(layers(**options)), None if folder is None else Path(folder)
     store = store or Store(default_home())
     try:
         results = execute(
             spec, store, reporter or _LogReporter(), until=until, verify=verify, keep_failed=keep_failed, given=given,
-            trust=Trust(tuple(trust_origin), tuple(trust_key)), folder=folder,
+            trust=Trust(tuple(map(str, trust_origin)), tuple(map(Path, trust_key))), folder=place,
         )  # fmt: skip
     finally:
         store.digests.save()
-    return Built(spec=spec, folder=(folder or RunFolder.of(spec.target).path).absolute(), stages=tuple(results))
+    return Built(spec=spec, folder=(place or RunFolder.of(spec.target).path).absolute(), stages=tuple(results))
 
 
 class _LogReporter:

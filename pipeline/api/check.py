@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtpipe.pipeline.api.arguments import checked
+
 if TYPE_CHECKING:
     from trtpipe.triton_repo.check.faults import Fault
 
@@ -20,6 +22,7 @@ def find_folder(repository: str | Path) -> Path:
     return Path(repository) if run is None else run.linked("repository")
 
 
+@checked
 def check(
     repository: str | Path, *, toolchain: str | None = None, here: bool = False, allow_model_code: bool = False
 ) -> list[Fault]:

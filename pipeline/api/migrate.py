@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtpipe.pipeline.api.arguments import checked
+from trtpipe.pipeline.api.build import BuildOptions, layers
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from trtpipe.pipeline.api.build import BuildOptions
     from trtpipe.pipeline.migration import Migration
 
 
+@checked
 def migrate(
     folder: str | Path, *, to: str, engine: str | Path | None = None, **options: Unpack[BuildOptions]
 ) -> Migration:
@@ -26,7 +29,6 @@ def migrate(
     The result's `spec` is for `build`, its `rows` say what becomes of each setting. Raises UsageError, InputDataError
     or ArtefactRefused for what cannot be migrated.
     """
-    from trtpipe.pipeline.api.build import layers
     from trtpipe.pipeline.migration import find_migration
 
     return find_migration(Path(folder), to, None if engine is None else Path(engine), layers(**options))

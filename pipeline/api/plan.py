@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from trtpipe.pipeline.api.arguments import checked
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.planner.advice import Advice
@@ -14,13 +16,15 @@ if TYPE_CHECKING:
 USUAL = ("a100", "l40s", "h100", "h200", "h20")
 
 
+@checked
 def plan(
-    model: str, *, gpu: str | Sequence[str] = USUAL, dtype: str | Sequence[str] = "auto", kv_cache: str | None = None,
-    group_size: int | None = None, tp: int | Sequence[int] = (), runtime: str = "tensorrt_llm", load: str | None = None,
-    input_tokens: int | str | None = None, output_tokens: int | str | None = None, rate: float | None = None,
-    slo: str | Sequence[str] = (), price: Mapping[str, float] | None = None, reuse: bool = False,
-    toolchain: str | None = None, adapters: int | None = None, adapter_rank: int = 16,
-    moe_tp: int | Sequence[int] = (), moe_ep: int | Sequence[int] = (),
+    model: str | Path, *, gpu: str | Sequence[str] = USUAL, dtype: str | Sequence[str] = "auto",
+    kv_cache: str | None = None, group_size: int | None = None, tp: int | Sequence[int] = (),
+    runtime: str = "tensorrt_llm", load: str | Path | None = None, input_tokens: int | str | None = None,
+    output_tokens: int | str | None = None, rate: float | None = None, slo: str | Sequence[str] = (),
+    price: Mapping[str, float] | None = None, reuse: bool = False, toolchain: str | None = None,
+    adapters: int | None = None, adapter_rank: int = 16, moe_tp: int | Sequence[int] = (),
+    moe_ep: int | Sequence[int] = (),
 ) -> Advice:  # fmt: skip
     """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
 
@@ -33,7 +37,7 @@ def plan(
     input_tokens, output_tokens  lengths: 512, or a distribution such as "lognormal:128,0.5"
     rate           clients per second to serve; sizes the number of GPUs
     slo            objectives: "ttft:500ms", "tpot:mean<50ms"
-    price          price of one GPU per hour, by name
+    price          price of one GPU per hour, by name of a GPU that is compared
     reuse          whether the KV cache of shared prefixes is reused
     toolchain      release of TensorRT-LLM; the default one if None
     adapters       LoRA adapters of `adapter_rank` that are in the GPU's memory at once
@@ -54,14 +58,14 @@ def plan(
     from trtpipe.pipeline.planner.memory import Adapters
     from trtpipe.pipeline.planner.preparation import recorded
 
-    name, shape = facts.find_shape(model)
-    work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
+    name, shape = facts.find_shape(str(model))
+    work = find_load(str(load)).work if load else Work(input_tokens="512", output_tokens="256")
     if input_tokens is not None:
         work = dataclasses.replace(work, input_tokens=str(input_tokens))
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=str(output_tokens))
     gpus, dtypes = tuple(facts.find_gpu(name) for name in _several(gpu)), _several(dtype)
-    tps, moe_tps, moe_eps = ((one,) if isinstance(one, int) else tuple(one) for one in (tp, moe_tp, moe_ep))
+    tps, moe_tps, moe_eps = (tuple(one) if isinstance(one, Collection) else (one,) for one in (tp, moe_tp, moe_ep))
     compared: dict[str, Sequence[object]] = {
         "gpu": [one.name for one in gpus], "dtype": dtypes, "tp": tps, "moe-tp": moe_tps, "moe-ep": moe_eps,
     }  # fmt: skip
@@ -70,14 +74,14 @@ def plan(
         if twice is not None:
             raise UsageError(f"--{option} names {twice} more than once", remedy="name it once")
     question = Question(
-        model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
+        model=name, shape=shape, stored=facts.find_model(str(model), source=None, revision=None).stored,
         gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=dtypes, kv_cache=kv_cache, group_size=group_size,
         tps=tps, moe_tps=moe_tps, moe_eps=moe_eps, rate=rate, runtime=runtime,
         release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         took=recorded(default_home()),
         adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),
-        prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
+        prices=_prices(price or {}, [one.name for one in gpus]),
     )  # fmt: skip
     return advise(question)
 
@@ -106,11 +110,23 @@ def _several(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _price(name: str, price: float) -> float:
+def _prices(given: Mapping[str, float], compared: Sequence[str]) -> dict[str, float]:
+    """Prices by GPU. Raises UsageError for none, and for a GPU that is not compared or has two prices."""
+    from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
 
-    if not 0 < price < 1e6:
-        raise UsageError(
-            f"--price {name}={price:g} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
-        )
-    return price
+    prices: dict[str, float] = {}
+    for word, price in given.items():
+        name = facts.find_gpu(word).name
+        if name not in compared:
+            raise UsageError(
+                f"--price {word} is of a GPU that is not compared", remedy=f"add it to --gpu {','.join(compared)}"
+            )
+        if name in prices:
+            raise UsageError(f"--price {word} is given more than once", why=f"it is {name}", remedy="give it once")
+        if not 0 < price < 1e6:
+            raise UsageError(
+                f"--price {word}={price:g} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
+            )
+        prices[name] = price
+    return prices

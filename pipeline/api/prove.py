@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtpipe.pipeline.api.arguments import checked
+
 if TYPE_CHECKING:
     from trtpipe.pipeline.api.build import Built
     from trtpipe.pipeline.prove.proof import Lane, Proof, Speed, State, Step
@@ -35,10 +37,12 @@ REQUESTS = 16
 LOG_LINES = 60
 
 
+@checked
 def prove(
-    model: str = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None, dtype: str | Sequence[str] = (),
-    toolchain: str | None = None, executor: str | None = None, set: Mapping[str, Any] | None = None,  # noqa: A002
-    engine_python: str | None = None, output: Path = Path("proof"), note: Callable[[str], None] = log.info,
+    model: str | Path = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None,
+    dtype: str | Sequence[str] = (), toolchain: str | None = None, executor: str | None = None,
+    set: Mapping[str, Any] | None = None, engine_python: str | Path | None = None,  # noqa: A002
+    output: str | Path = "proof", note: Callable[[str], None] = log.info,
 ) -> Proof:  # fmt: skip
     """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
 
@@ -62,7 +66,7 @@ def prove(
     from trtpipe.pipeline.prove import page
     from trtpipe.pipeline.prove.proof import Proof
 
-    gpu = gpu or this_gpu()
+    model, output, gpu = str(model), Path(output), gpu or this_gpu()
     names = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     common: dict[str, Any] = {
         "model": model, "gpu": gpu, "runtime": runtime, "toolchain": toolchain, "executor": executor,
@@ -148,7 +152,7 @@ class _Way:
 
 
 def _lane(
-    name: str, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | None,
+    name: str, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | Path | None,
     note: Callable[[str], None],
 ) -> Lane:  # fmt: skip
     """`runs`: where the targets' run folders are made, so that none of ./runs is replaced."""
@@ -182,7 +186,7 @@ def _lane(
 
 
 def _served(
-    spec: BuildSpec, run: Path, model: str, engine_python: str | None
+    spec: BuildSpec, run: Path, model: str, engine_python: str | Path | None
 ) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
     """Serve the target in the run folder `run`; its greedy answers as tokens, and its speed beside the plan's."""
     from trtpipe.pipeline.api.bench import bench

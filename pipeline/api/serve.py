@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from trtpipe.pipeline.api.arguments import checked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +41,10 @@ class Client:
     For a server elsewhere use a client of OpenAI's API: `openai_url` is the address of this one's.
     """
 
-    def __init__(self, target: str | None = None, *, server: str | None = None, adapter: str | None = None) -> None:
+    @checked
+    def __init__(
+        self, target: str | Path | None = None, *, server: str | None = None, adapter: str | None = None
+    ) -> None:
         """Find the running server of that name, or the only one, and its target of that name, or the only one.
 
         adapter  LoRA adapter that answers; the model alone if left out
@@ -52,7 +57,7 @@ class Client:
         from trtpipe.pipeline.store.store import Store
 
         self._server: Server = find_running(Store(default_home()), server)
-        self._served: Served = self._server.find(target)
+        self._served: Served = self._server.find(None if target is None else str(target))
         self._adapter = adapter
         if adapter is not None and self._server.gateway_url is None:
             raise UsageError(
@@ -100,13 +105,14 @@ class Client:
         return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
 
     def chat(
-        self, messages: str | Sequence[dict[str, str]], *, max_tokens: int = 128, stop: Sequence[str] = (),
+        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int = 128, stop: Sequence[str] = (),
         **sampling: Unpack[Sampling],
     ) -> str:  # fmt: skip
         """The model's answer to a message, or to a conversation of {role, content}. Raises as `stream`."""
         return self.generate(self.prompt(messages), max_tokens=max_tokens, stop=stop, **sampling)
 
-    def prompt(self, messages: str | Sequence[dict[str, str]]) -> str:
+    @checked
+    def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> str:
         """The prompt that the model's chat template makes of a message, or of a conversation of {role, content}; a
         model without a template gets a message as it is.
 
@@ -120,9 +126,10 @@ class Client:
             if isinstance(messages, str):
                 return messages
             raise UsageError(f"{self.target} has no chat template", remedy="give a text")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(dict, messages))
         return chat_template.apply_template(self._served.tokenizer, template, turns)
 
+    @checked
     def stream(
         self, prompt: str, *, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Unpack[Sampling]
     ) -> Iterator[str]:
@@ -148,11 +155,12 @@ class Client:
 
 
 @contextlib.contextmanager
+@checked
 def serve(
-    target: str | Sequence[str] | None = None, *, front: str = "triton", server: str = "auto",
+    target: str | Path | Sequence[str | Path] | None = None, *, front: str = "triton", server: str = "auto",
     image: str | None = None, host: str = "127.0.0.1", http_port: int = 0,
     grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
-    engine_python: str | None = None, allow_model_code: bool = False, drain_s: int = 15,
+    engine_python: str | Path | None = None, allow_model_code: bool = False, drain_s: int = 15,
 ) -> Iterator[Client]:  # fmt: skip
     """Serve a target while the `with` block runs: `with trtpipe.serve("smollm2-135m.cpu.fp32") as client:`.
 
@@ -170,17 +178,20 @@ def serve(
     this does not. Raises UsageError, HostError, InputDataError, ArtefactRefused or StageFailed.
     """
     from trtpipe.configs.home import default_home
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.serving import launch_options, repositories
     from trtpipe.pipeline.serving import serve as serving
     from trtpipe.pipeline.store.store import Store
 
     store = Store(default_home())
-    names = [target] if target is None or isinstance(target, str) else target
-    found = [repositories.find_repository(name) for name in names]
+    names = [target] if target is None or isinstance(target, str | Path) else target
+    if not names:
+        raise UsageError("target is an empty list", remedy="name a target, or leave it out for the newest")
+    found = [repositories.find_repository(None if name is None else str(name)) for name in names]
     options = launch_options.LaunchOptions(
         front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
-        openai=openai_port,
-        gpus=None if gpus is None else tuple(gpus), engine_python=engine_python, allow_model_code=allow_model_code,
+        openai=openai_port, gpus=None if gpus is None else tuple(gpus),
+        engine_python=None if engine_python is None else str(engine_python), allow_model_code=allow_model_code,
         drain_s=drain_s,
     )  # fmt: skip
     running, process = serving.launch(found, store, options, log.info)

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtpipe.pipeline.api.arguments import checked
+
 if TYPE_CHECKING:
     from trtpipe.pipeline.bench.load.loads import Open
     from trtpipe.pipeline.bench.options import BenchOptions, Progress
@@ -30,10 +32,11 @@ MOST_MINUTES = 7 * 24 * 60
 DRAIN_S = 2
 
 
+@checked
 def tune(
-    target: str, slo: str | Sequence[str], *, minutes: float = 30.0, find: str = "max-goodput",
-    load: str | None = None, input_tokens: int | str | None = None, output_tokens: int | str | None = None,
-    protocol: str = "grpc", price: float | None = None, engine_python: str | None = None,
+    target: str | Path, slo: str | Sequence[str], *, minutes: float = 30.0, find: str = "max-goodput",
+    load: str | Path | None = None, input_tokens: int | str | None = None, output_tokens: int | str | None = None,
+    protocol: str = "grpc", price: float | None = None, engine_python: str | Path | None = None,
     note: Callable[[str], None] = log.info, progress: Callable[[Progress], None] | None = None,
 ) -> Study:  # fmt: skip
     """Search the settings of a target for the highest rate within objectives, by serving and measuring it.
@@ -58,7 +61,7 @@ def tune(
     from trtpipe.pipeline.tune.study import RECIPE_NAME
 
     session = _Session(
-        target, slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
+        str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
         lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price, note=note,
         progress=progress,
     )  # fmt: skip
@@ -93,8 +96,8 @@ class _Session:
 
     def __init__(
         self, target: str, slo: str | Sequence[str], *, minutes: float, find: str, protocol: str,
-        lengths: dict[str, Any], price: float | None, engine_python: str | None, note: Callable[[str], None],
-        progress: Callable[[Progress], None] | None,
+        lengths: dict[str, Any], price: float | None, engine_python: str | Path | None,
+        note: Callable[[str], None], progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         from trtpipe.configs.home import default_home
         from trtpipe.engines.errors import HostError, UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +125,7 @@ def plan(
             tp=_whole("--tp", tp), moe_tp=_whole("--moe-tp", moe_tp), moe_ep=_whole("--moe-ep", moe_ep),
             runtime=runtime, load=load,
             input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
-            price=own.prices | _prices(price or [], gpu), reuse=reuse, toolchain=toolchain,
+            price=_prices(price or [], own.prices, _list(gpu)), reuse=reuse, toolchain=toolchain,
             adapters=adapters, adapter_rank=adapter_rank,
         )  # fmt: skip
         best = advice.candidates[0].option
@@ -169,25 +169,21 @@ def _whole(option: str, text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _prices(given: list[str], gpu: str) -> dict[str, float]:
-    """Prices of --price by GPU. Raises UsageError, also for a GPU that is not compared or has two prices."""
+def _prices(given: list[str], own: Mapping[str, float], gpus: list[str]) -> dict[str, float]:
+    """Prices of --price by GPU, and the user's own for the other GPUs that are compared. Raises UsageError."""
     from trtpipe.configs import facts
     from trtpipe.configs.read import named_values
     from trtpipe.engines.errors import UsageError
 
     prices: dict[str, float] = {}
-    texts = named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour")
-    compared = {facts.find_gpu(name).name for name in _list(gpu)} if texts else set()
-    for word, text in texts.items():
-        name = facts.find_gpu(word).name
-        if name not in compared:
-            raise UsageError(f"--price {word} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
-        if name in prices:
-            raise UsageError(f"--price {word} is given more than once", why=f"it is {name}", remedy="give it once")
+    for word, text in named_values(given, "--price ", form="a price", example="h100=2.5, of one GPU an hour").items():
         try:
-            prices[name] = float(text)
+            prices[word] = float(text)
         except ValueError:
             raise UsageError(
                 f"--price {word}={text} is not a price", remedy="write for example h100=2.5, of one GPU an hour"
             ) from None
+    if own:
+        others = {facts.find_gpu(name).name for name in gpus} - {facts.find_gpu(name).name for name in prices}
+        prices |= {name: price for name, price in own.items() if name in others}
     return prices

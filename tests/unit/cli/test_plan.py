@@ -125,6 +125,15 @@ def test_a_price_of_a_gpu_that_is_not_compared_is_refused(run: Run) -> None:
     assert (done.status, done.error()) == (2, "--price h200 is of a GPU that is not compared; add it to --gpu h100")
 
 
+def test_own_prices_count_for_the_gpus_that_are_compared(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config" / "trtpipe" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("[prices]\na100 = 1.5\nh100 = 2.5\nh200 = 3.5\n")
+    question = ("plan", "--model", "llama3-8b", "--gpu", "a100,h100", "--dtype", "bf16", "--tp", "1", "--json")
+    found = json.loads(run(*question, "--price", "h100-sxm=4").out)["candidates"]
+    assert {one["gpu"]: one["price_per_hour"] for one in found} == {"a100": 1.5, "h100": 4.0}
+
+
 def test_plan_says_how_sure_it_is_and_of_which_release(run: Run) -> None:
     question = ["plan", "--model", "llama3-8b", "--gpu", "h100,rtx4090", "--tp", "1", "--json"]
     known, guess = json.loads(run(*question, "--dtype", "fp8-kv").out)["candidates"]

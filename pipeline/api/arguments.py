@@ -1,0 +1,87 @@
+"""Check of the arguments that a program gives against the annotations of the function that takes them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# By its name in an annotation: the class of a value, the classes that do not count as it, and the words of a remedy.
+# A class of ours is given by its name, since it may not be loaded. Other names, such as Any, are not checked.
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "str": (str, (), "a text"), "Path": (Path, (), "a path"), "bool": (bool, (), "True or False"),
+    "int": (Integral, bool, "a whole number"), "float": (Real, bool, "a number"), "None": (type(None), (), ""),
+    "Sequence": (Collection, (str, bytes, Mapping), "a list"), "Mapping": (Mapping, (), "a mapping"),
+    "Callable": (Callable, (), "a function"), "Client": ("Client", (), "a client"), "Store": ("Store", (), "a store"),
+    "BuildSpec": ("BuildSpec", (), "what `trtpipe.settings` returns, or recipe=... or model=... instead"),
+}  # fmt: skip
+EXAMPLES: dict[str, Any] = {
+    "slo": "ttft:p99<200ms", "sampling": {"top_p": 0.9}, "price": {"h100": 2.5}, "set": {"build.max_batch_size": 16},
+    "lora": {"support": "adapters/support"}, "messages": [{"role": "user", "content": "Hello"}],
+}  # fmt: skip
+
+
+def checked(function: _Function) -> _Function:
+    """The function, which then raises UsageError for an argument or option of another kind than its annotation says."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        code, kinds = function.__code__, dict(function.__annotations__)
+        for kind in function.__annotations__.values():
+            if kind.startswith("Unpack["):
+                options = function.__globals__[kind[len("Unpack[") : -1]].__annotations__
+                kinds |= {name: getattr(one, "__forward_arg__", one) for name, one in options.items()}
+        positional = zip(code.co_varnames[: code.co_argcount], given, strict=False)
+        for name, value in {**dict(positional), **named}.items():
+            if name in kinds:
+                _check(name, value, ast.parse(kinds[name], mode="eval").body)
+        return function(*given, **named)
+
+    return cast(_Function, call)
+
+
+def _check(name: str, value: Any, kind: ast.expr) -> None:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.load.lines import shown
+
+    if not _fits(value, kind):
+        words = [word for word in map(_word, _either(kind)) if word]
+        known = name in EXAMPLES and _fits(EXAMPLES[name], kind)
+        such = f", such as {json.dumps(EXAMPLES[name])}" if known else ""
+        told = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+        raise UsageError(f"{name} is {shown(value)}", remedy=f"give {told}{such}")
+
+
+def _either(kind: ast.expr) -> list[ast.expr]:
+    """The kinds of A | B | C."""
+    return [*_either(kind.left), *_either(kind.right)] if isinstance(kind, ast.BinOp) else [kind]
+
+
+def _fits(value: Any, kind: ast.expr) -> bool:
+    return any(_is(value, one) for one in _either(kind))
+
+
+def _is(value: Any, kind: ast.expr) -> bool:
+    if isinstance(kind, ast.Subscript):
+        if not _is(value, kind.value) or not isinstance(value, Collection):
+            return _is(value, kind.value)
+        parts = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
+        columns = (value, value.values()) if isinstance(value, Mapping) else (value,)
+        return all(_fits(one, part) for part, column in zip(parts, columns, strict=True) for one in column)
+    of, but, _ = KINDS.get(ast.unparse(kind), (object, (), ""))
+    if isinstance(of, str):
+        return of in [one.__name__ for one in type(value).__mro__]
+    return isinstance(value, of) and not isinstance(value, but)
+
+
+def _word(kind: ast.expr) -> str:
+    name = ast.unparse(kind.value if isinstance(kind, ast.Subscript) else kind)
+    if isinstance(kind, ast.Subscript) and name == "Sequence":
+        return "a list of " + " or ".join(f"{_word(one).removeprefix('a ')}s" for one in _either(kind.slice))
+    return KINDS.get(name, (object, (), ""))[2]
