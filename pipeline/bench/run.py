@@ -50,10 +50,17 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     )
     session = _Session(options, report, render, progress)
     loop = uvloop.new_event_loop()
+
+    def interrupt(number: int, frame: object) -> None:
+        report.interrupted = True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(session.interrupt)
+
+    # Not `loop.add_signal_handler`: that loses a signal before the loop runs or after, and then leaves SIGTERM to the
+    # system, which ends what is around a measurement without its clean-up.
+    main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
+    before = {ending: signal.signal(ending, interrupt) for ending in (signal.SIGINT, signal.SIGTERM) if main}
     try:
-        if threading.current_thread() is threading.main_thread():  # others cannot handle signals
-            for ending in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(ending, session.interrupt)
         loop.run_until_complete(session.run())
     except TrtpipeError as error:
         if not report.results:
@@ -61,6 +68,8 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
         report.broken = error
     finally:
         loop.close()
+        for ending, handler in before.items():
+            signal.signal(ending, handler or signal.SIG_DFL)
     report.finished = _now()
     return report
 

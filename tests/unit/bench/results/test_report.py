@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Stage, Staged
@@ -467,3 +468,37 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, A
 def test_an_unknown_protocol_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"unknown protocol 'htp'; did you mean 'http'\?"):
         Target(protocol="htp", url="", model="m")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_no_loop_runs_is_not_lost(
+    known: MockServerProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Nor is the handler of SIGTERM, which ends what has been started around the measurement."""
+
+    class Loop:
+        def __init__(self) -> None:
+            self.own = make()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.own, name)
+
+        def run_until_complete(self, work: Any) -> Any:
+            if when == "before":
+                signal.raise_signal(signal.SIGINT)
+            self.own.run_until_complete(work)
+            if when == "after":
+                signal.raise_signal(signal.SIGINT)
+
+    make = uvloop.new_event_loop
+    monkeypatch.setattr(uvloop, "new_event_loop", Loop)
+    told: list[int] = []
+    handlers = [signal.getsignal(signal.SIGINT), lambda number, frame: told.append(number)]
+    kept = signal.signal(signal.SIGTERM, handlers[1])
+    try:
+        report = measure(known, tokenizer, loads=(Closed(concurrency=1, requests=1),))
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    assert report.interrupted
+    assert len(report.results) == (when == "after")
