@@ -394,16 +394,21 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
 
 
 def served_at(options: BenchOptions) -> Served | None:
-    """The target that `trtpipe serve` serves at the addresses and with the tokenizer in `options`, if any."""
+    """The target that `trtpipe serve` serves at the addresses and with the tokenizer in `options`, if any.
+
+    A target that was built again has the same tokenizer in another place.
+    """
     from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.bench.results.digest import digest
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.store.store import Store
 
     for found in servers.running(Store(default_home())):
         urls = _urls(found)
         if all(urls.get(target.protocol) == target.url for target in options.targets):
-            here = (one for one in found.served if one.tokenizer / "tokenizer.json" == options.tokenizer)
-            return next(here, None)
+            files = {one.tokenizer / "tokenizer.json": one for one in found.served}
+            same = [one for file, one in files.items() if file.is_file() and digest(file) == digest(options.tokenizer)]
+            return files.get(options.tokenizer, same[0] if len(same) == 1 else None)
     return None
 
 

@@ -186,7 +186,8 @@ def verify_provenance(
         Path | None,
         typer.Option(
             "--statement",
-            help="A statement from elsewhere, or the envelope of one that is signed: it must say the same.",
+            help="A statement from elsewhere, or the envelope of one that is signed: it must say the same. With "
+            "--trust-key that which came with the target if left out.",
             **FILE,
         ),
     ] = None,
@@ -204,13 +205,16 @@ def verify_provenance(
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry.provenance import FILE as CAME
     from trtpipe.pipeline.registry.provenance import read_statement, verify
     from trtpipe.pipeline.run_folder import require_run
 
-    keys = trust_key or ()
+    keys, run = trust_key or (), require_run(target)
     if keys and told is None:
-        raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
-    found = verify(require_run(target), own_store(), None if told is None else read_statement(told, keys))
+        told = run.path / CAME
+        if not told.is_file():
+            raise UsageError(f"no statement has come with {target}", remedy="give the signed one with --statement")
+    found = verify(run, own_store(), None if told is None else read_statement(told, keys))
     if as_json:
         console.result_json({"verified": found.lines, "elsewhere": found.elsewhere})
         return

@@ -117,6 +117,11 @@ def test_a_repetition_knows_the_engine_that_is_served_at_its_addresses(
     assert at("127.0.0.1:2", own) == "a"
     assert at("127.0.0.1:2", in_folder / "tokenizer.json") is None
     assert at("127.0.0.1:4", own) is None
+    for path, text in ((own, "{}"), (in_folder / "tokenizer.json", "{}"), (in_folder / "other.json", "[]")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert at("127.0.0.1:2", in_folder / "tokenizer.json") == "a", "built again"
+    assert at("127.0.0.1:2", in_folder / "other.json") is None
 
 
 @pytest.mark.loopback

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import SETTINGS, Run
+from tests.unit.registry.test_signatures import KINDS, write_pair
 
 
 def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp_path: Path) -> None:
@@ -40,6 +41,19 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
         "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"
     )
     assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
+
+    # What came with the target has no signature, then one.
+    private, public = write_pair(tmp_path, KINDS["ed25519"]())
+    refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
+    assert (refused.status, "is not signed" in refused.error()) == (6, True), refused.error()
+    run("push", "tiny.cpu.bf16", shelf, "--sign-key", str(private))
+    shutil.rmtree("runs")
+    run("pull", "tiny.cpu.bf16", shelf, "--trust-key", str(public))
+    done = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
+    assert done.out.endswith("the digests of 5 artefacts hold together\n")
+    (Path("runs") / "tiny.cpu.bf16" / "provenance.json").unlink()
+    refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
+    assert refused.error() == "no statement has come with tiny.cpu.bf16; give the signed one with --statement"
 
 
 @pytest.mark.parametrize(
