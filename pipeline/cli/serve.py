@@ -99,6 +99,8 @@ def serve(
         engine_python=engine_python or configured,
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
+    # Here, since a server that is started again leaves out the gateway where that goes on.
+    launch_options.require_gateway(options)
     program = "the runtime's own server" if front == "native" else "tritonserver"
     console.note(f"starting {program} with " + ", ".join(one.name for one in found))
 

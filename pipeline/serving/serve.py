@@ -41,7 +41,6 @@ from trtpipe.pipeline.serving.launch_options import (
     check_container_options,
     exposure,
     gateway_options,
-    require_gateway,
     server_image,
 )
 from trtpipe.pipeline.serving.logs import log_path
@@ -92,7 +91,6 @@ def launch(
     for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
         if given and len(targets) > 1:
             raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
-    require_gateway(options)
     passports = [check_passport(name, repository) for name, repository, _ in targets]
     require_alike([target.name for target in targets], passports)
     for name, repository, _ in targets:

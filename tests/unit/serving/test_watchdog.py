@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 import trtpipe.pipeline.serving.python_processes
 from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.process import words_of
-from trtpipe.pipeline.serving import servers, triton_package, tritonserver, watchdog
+from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.serving import serve, servers, triton_package, tritonserver, watchdog
+from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.servers import Server
@@ -281,3 +284,24 @@ def test_a_server_that_ends_once_more_is_given_up(monkeypatch: pytest.MonkeyPatc
         )  # fmt: skip
     assert caught.value.exit_code == 5
     assert [text.rpartition("; ")[2] for text in told] == ["starting it again", "x serves again"]
+
+
+def test_a_server_starts_again_beside_a_gateway_that_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Options of the gateway are no obstacle to it, though it starts none."""
+
+    def checked(name: str, repository: Path) -> None:
+        raise StageFailed("the launch has gone on to the repository")
+
+    for module, name, does in (
+        (tritonserver, "end", lambda *given: None), (gateway_process, "alive", lambda pid: True),
+        (serve, "check_passport", checked),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, does)
+    served = servers.Served(name="x", repository=tmp_path)
+    ended = replace(server(None), served=(served,), gateway_pid=1, gateway_url="https://127.0.0.1:9000")
+    options = LaunchOptions(
+        tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem", cors_origins=("*",), model_names=("m",),
+        gateway_workers=2, reasoning=False, otlp_endpoint="http://127.0.0.1:4318",
+    )  # fmt: skip
+    with pytest.raises(StageFailed, match="the launch has gone on to the repository"):
+        watchdog._start_again(ended, Store(tmp_path), options, print)
