@@ -139,7 +139,9 @@ class GatewayOptions:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """With TLS that of this machine where it listens at all addresses: no certificate names the one for all."""
+        reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host) if self.tls_cert else self.host
+        host = f"[{reached}]" if ":" in reached else reached
         return f"{'https' if self.tls_cert else 'http'}://{host}:{self.port}"
 
     def to_json(self) -> str:

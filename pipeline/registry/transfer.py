@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shutil
@@ -32,7 +33,7 @@ from trtpipe.pipeline.registry.package import (
     receive,
     refuse_settings,
 )
-from trtpipe.pipeline.registry.provenance import unwrapped
+from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, unwrapped
 from trtpipe.pipeline.stages import carried
 from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.manifest import Origin, Record
@@ -209,6 +210,11 @@ def _keep_others(index: Index, registry: Registry) -> None:
     index["artefacts"] |= others
     if "engine" in others:
         index["passport"] = before["passport"]
+    if is_envelope(before["provenance"]) and not is_envelope(index["provenance"]):
+        # A statement is of all stages: what it says of this very build, signed, holds for what is pushed now too.
+        with contextlib.suppress(ArtefactRefused):
+            check_chain(unwrapped(before["provenance"]), index["artefacts"])
+            index["provenance"] = before["provenance"]
 
 
 def precision(passport: Passport) -> str:

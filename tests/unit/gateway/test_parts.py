@@ -44,6 +44,9 @@ def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path
         with pytest.raises(UsageError):
             GatewayOptions(**{**whole.__dict__, **fields})
     assert options(tmp_path, host="::1").url == "http://[::1]:9000"
+    assert options(tmp_path, host="0.0.0.0").url == "http://0.0.0.0:9000"
+    both = {"tls_cert": tmp_path / "c.pem", "tls_key": tmp_path / "k.pem"}
+    assert options(tmp_path, host="0.0.0.0", **both).url == "https://127.0.0.1:9000"
 
 
 def test_a_model_without_a_chat_template_and_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

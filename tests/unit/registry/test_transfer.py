@@ -561,6 +561,12 @@ def test_a_pulled_target_is_pushed_on_with_the_provenance_that_came(
     transfer.pull(TARGET, first, store)
     transfer.push(TARGET, second, store)
     assert second.index(TARGET) == first.index(TARGET)
+    # What is pushed without a key later keeps the signature, which is of all stages.
+    monkeypatch.chdir(tmp_path / "work")
+    transfer.push(TARGET, first, made, ("checkpoint",))
+    assert sorted(first.index(TARGET)["artefacts"]) == ["checkpoint", "engine", "tokenizer"]
+    assert first.index(TARGET)["provenance"] == second.index(TARGET)["provenance"]
+    monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(InputDataError, match="has no checkpoint: it did not come with the target; take it from where"):
         transfer.push(TARGET, second, store, ("checkpoint",))
 
