@@ -47,7 +47,7 @@ def tune(
     from trtpipe.pipeline.api.tune import tune as search
     from trtpipe.pipeline.cli import console, console_bench
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, best_run
+    from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, best_run, mean_rate
 
     own = read_config()
     with console_bench.progress() as progress:
@@ -62,9 +62,10 @@ def tune(
         return status
     rows = []
     for candidate in study.candidates():
-        run = best_run(study.of(candidate))
+        runs = study.of(candidate)
+        run, rate = best_run(runs), mean_rate(runs)
         tokens = run.tokens_per_s
-        rows.append((candidate.name, str(run.round + 1), "" if run.rate is None else f"{run.rate:.4g}",
+        rows.append((candidate.name, str(run.round + 1), "" if rate is None else f"{rate:.4g}",
                      "" if tokens is None else f"{tokens:.4g}"))  # fmt: skip
     console.table(("settings", "round", "requests/s", "tokens/s"), rows, numeric=("round", "requests/s", "tokens/s"))
     for why in dict.fromkeys(study.left.values()):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trtpipe.pipeline.pages import plots, render
 from trtpipe.pipeline.pages.parts import UNKNOWN, Card, Cell, Finding, Page, Row, Section, Table, number, sentence
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
-from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, Run, Study, best_run, put
+from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, Run, Study, best_run, mean_rate, put
 
 READING = (
     "Right and high is good. Numbers are the requests/s that were sent. A filled mark met all objectives, a hollow one "
@@ -36,7 +36,7 @@ def text(study: Study) -> str:
                 title="Candidates",
                 lines=[
                     "Each round measures longer than the one before, and keeps the better half; figures are those of a "
-                    "candidate's last round."
+                    "candidate's last round: requests/s the mean of its runs, the others of the best of them."
                 ],
                 tables=[_table(study, measured)],
             ),
@@ -55,7 +55,7 @@ def _cards(study: Study) -> Iterator[Card]:
     if study.winner is None:
         return
     run = best_run(study.of(study.winner.candidate))
-    yield Card(label="Requests/s within the objectives", value=number(run.rate))
+    yield Card(label="Requests/s within the objectives", value=number(mean_rate(study.of(study.winner.candidate))))
     if study.winner.gain is not None:
         error = study.winner.error
         note = (
@@ -88,7 +88,7 @@ def _row(study: Study, candidate: Candidate) -> Row:
     at = run.best
     low, high = (UNKNOWN if side is None else number(side) for side in run.interval)
     cells = [
-        str(run.round + 1), str(len(runs)), number(run.rate), f"{low} to {high}", number(run.tokens_per_s),
+        str(run.round + 1), str(len(runs)), number(mean_rate(runs)), f"{low} to {high}", number(run.tokens_per_s),
         number(None if at is None else at.ttft_p99), number(None if at is None else at.tpot_p50),
     ]  # fmt: skip
     cells += [number(study.cost(run))] if study.price is not None else []
@@ -98,11 +98,11 @@ def _row(study: Study, candidate: Candidate) -> Row:
 
 def _figures(study: Study, measured: list[Candidate]) -> Iterator[plots.Figure]:
     others = [one for one in measured if one != AS_IT_IS][: CURVES - 1]
-    chosen = [one for one in (AS_IT_IS, *others) if any(_shown(run) for run in study.of(one) or [])]
+    chosen = [one for one in (AS_IT_IS, *others) if any(map(_shown, study.of(one)))]
     if chosen:
         yield plots.curves(
             "Throughput against speed of one client",
-            [_curve(one.name, style, study.of(one)) for style, one in enumerate(chosen)],
+            [_curve(one.name, style, best_run(study.of(one))) for style, one in enumerate(chosen)],
             x="Output tokens/s of one client", y="Output tokens/s", note=READING,
         )  # fmt: skip
 
@@ -111,9 +111,9 @@ def _shown(run: Run) -> bool:
     return any(point.tpot_p50 and point.tokens_per_s for point in run.points)
 
 
-def _curve(name: str, style: int, runs: list[Run]) -> plots.Curve:
+def _curve(name: str, style: int, run: Run) -> plots.Curve:
     points = sorted(
-        (point for run in runs for point in run.points if point.tpot_p50 and point.tokens_per_s),
+        (point for point in run.points if point.tpot_p50 and point.tokens_per_s),
         key=lambda point: point.rate or 0.0,
     )
     return plots.Curve(

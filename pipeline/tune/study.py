@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -201,8 +202,7 @@ class Study:
         if not self.winner.candidate.changes:
             of = f"of {compared} change{'s' * (compared != 1)} measured"
             return f"the target serves best as it is: {of}, none gains more than {CLOSE:.0%}{cut}"
-        runs = self.of(self.winner.candidate)
-        rate = sum(run.rate or 0.0 for run in runs) / len(runs)
+        rate = mean_rate(self.of(self.winner.candidate)) or 0.0
         error = "" if self.winner.error is None else f" ± {self.winner.error:.0%}"
         gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%}{error} over the target as it is"
         if not self.winner.proven:
@@ -246,6 +246,12 @@ def put(folder: Path, texts: Mapping[str, str]) -> None:
             write_whole(folder / name, text)
     except OSError as error:
         raise HostError(f"{folder} cannot be written", why=error.strerror or str(error)) from None
+
+
+def mean_rate(runs: Sequence[Run]) -> float | None:
+    """Requests/s of runs of a candidate, as its gain is computed; None where no run has a result."""
+    rates = [run.rate for run in runs if run.rate is not None]
+    return statistics.fmean(rates) if rates else None
 
 
 def best_run(runs: Sequence[Run]) -> Run:
