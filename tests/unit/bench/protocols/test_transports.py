@@ -15,6 +15,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -426,14 +427,22 @@ def test_a_server_is_told_of_requests_that_were_abandoned(transport: str) -> Non
 
     run(over_grpc())
     with serving_http() as server:
-        server.streams["/v1/chat/completions"] = itertools.repeat({"choices": [{"delta": {"content": "word"}}]})
+        server.streams["/v1/chat/completions"] = endless_words()
         run(over_http(server))
+
+
+def endless_words() -> Iterator[dict[str, Any]]:
+    """With a pause after each, so that the client leaves before the answer is too large."""
+    while True:
+        yield {"choices": [{"delta": {"content": "word"}}]}
+        time.sleep(0.01)
 
 
 async def abandon(client: Client) -> None:
     """A request, once its answer has begun."""
     start(client, asked := request(client))
     while not asked.data:
+        assert asked.end_ns is None, asked
         await asyncio.sleep(0.001)
     client.sender.cancel(asked)
 
