@@ -180,7 +180,7 @@ class Adapters:
         together = [row for own in rows for row in own]
         indices, *tensors = (torch.tensor(one, device=self._device) for one in (chosen, padded, together, places))
         first, end = chosen[0], chosen[-1] + 1
-        # A slice is no copy.
+        # A slice of the matrices is a view; an index makes a copy.
         own_places = slice(first, end) if end - first == len(chosen) else indices
         return _Group(self._stacks[rank].matrices, own_places, *tensors)
 

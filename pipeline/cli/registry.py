@@ -205,13 +205,13 @@ def verify_provenance(
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.registry.provenance import FILE as CAME
+    from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
     from trtpipe.pipeline.registry.provenance import read_statement, verify
     from trtpipe.pipeline.run_folder import require_run
 
     keys, run = trust_key or (), require_run(target)
     if keys and told is None:
-        told = run.path / CAME
+        told = run.path / PROVENANCE
         if not told.is_file():
             raise UsageError(f"no statement has come with {target}", remedy="give the signed one with --statement")
     found = verify(run, own_store(), None if told is None else read_statement(told, keys))

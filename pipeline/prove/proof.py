@@ -64,7 +64,7 @@ class Proof:
 
     @property
     def caution(self) -> str:
-        """What the comparison of answers does not show, where the runtime is the one that others are compared with."""
+        """What the comparison of answers does not show for the reference runtime; empty for the others."""
         if self.runtime != "reference":
             return ""
         return (

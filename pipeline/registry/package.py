@@ -245,7 +245,8 @@ def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
 
 def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
     if stage.name not in run.stages():
-        if run.origins():
+        order = [one.makes for one in stages_of(run.spec())]
+        if run.origins().keys() & set(order[order.index(stage.makes) :]):
             raise InputDataError(
                 f"{run.path} has no {stage.makes}", why="it did not come with the target",
                 remedy=f"take it from where the target was built (`trtpipe pull --only {stage.makes},tokenizer`)",

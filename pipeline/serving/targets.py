@@ -118,7 +118,7 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
 
 
 def _planned(path: Path) -> bool:
-    """Whether a folder holds the plan of a target, also one that this version refuses."""
+    """Whether the folder has the plan.json of a target. One whose settings this version refuses counts too."""
     try:
         RunFolder(path).spec()
     except InputDataError:

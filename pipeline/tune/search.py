@@ -102,8 +102,10 @@ def search(
             unknown[one] = number
 
     def fits(one: Candidate, number: int, repeat: int = 0) -> bool:
-        """Whether there is time for a measurement, beside the repeats where a change has gained: until then there is
-        nothing to repeat, and a further change tells more."""
+        """Whether there is time for a measurement and, once a change has gained, for the repeats after it.
+
+        Before that no time is kept for repeats, so that more changes are measured.
+        """
         base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
         gained = any(rated(found) > base for found in scores.values())
         return time_for(1 + KEPT * gained, one, number, repeat)

@@ -19,7 +19,8 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
-from trtpipe.pipeline.registry import export
+from trtpipe.pipeline.registry import export, transfer
+from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.package import describe
 from trtpipe.pipeline.registry.provenance import verify
 from trtpipe.pipeline.run_folder import RunFolder
@@ -253,3 +254,17 @@ def test_an_unknown_target_is_not_exported(made: tuple[BuildSpec, Store], tmp_pa
     ):
         export.pack("tiny.h100.bf16", store, tmp_path / "out.tar")
     assert not list(tmp_path.glob("*.tar*"))
+
+
+def test_an_imported_checkpoint_is_to_be_built_before_its_engine_is_pushed(
+    made: tuple[BuildSpec, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store = made
+    packed = export.pack(spec.target, store, tmp_path / "t.tar")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    there = Store(tmp_path / "there")
+    export.unpack(packed, there)
+    told = "has no engine: its build stage has not run to its end; run `trtpipe build --recipe "
+    with pytest.raises(InputDataError, match=told):
+        transfer.push(spec.target, open_registry(str(tmp_path / "shelf")), there)
