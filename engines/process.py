@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trtpipe.engines import errors
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
@@ -32,6 +32,8 @@ from trtpipe.engines.files import FULL, DiskFull
 TAIL_LINES = 5
 # Bytes at the end of a log that are read for the last lines.
 TAIL_BYTES = 64 << 10
+# A larger log of a server is set aside when a server starts; the last start is searched for in its last part.
+LOG_BYTES = 16 << 20
 # Time between SIGTERM and SIGKILL for a process that is to end.
 GRACE_SECONDS = 10.0
 # Longest time between a line's arrival in the log and its display.
@@ -244,6 +246,16 @@ def describe_status(status: int) -> str:
     except ValueError:  # a real-time signal
         name = f"signal {-status}"
     return f"ended by {name}" + (", usually for want of memory" if name == "SIGKILL" else "")
+
+
+def open_log(log: Path) -> BinaryIO:
+    """Open for appending, so that the stack that an error message referred to stays. A model's error may quote a
+    prompt, so nobody else may read the log."""
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "wb")
 
 
 def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:

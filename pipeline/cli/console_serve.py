@@ -21,7 +21,7 @@ def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
     return {
         "server": server.name,
         "state": now,
-        "pid": server.pid if now == "running" else None,
+        "pid": server.pid if now != "stopped" and server.alive else None,
         "front": "native" if server.native else "triton",
         "http": None if server.native else server.endpoints.http_url,
         "grpc": None if server.native else server.endpoints.grpc_url,
@@ -46,7 +46,7 @@ def servers(found: list[Server]) -> None:
             one.name,
             state(one),
             None if one.native or one.died is not None else one.endpoints.http_url,
-            one.gateway_url if one.died is None else None,
+            one.gateway_url if state(one) in ("running", "restarting") else None,
         )
         for one in found
     ]
@@ -54,6 +54,8 @@ def servers(found: list[Server]) -> None:
     for server in found:
         if server.died is not None:
             console.result(f"{server.name} died: {server.died}; its log is {server.log}")
+        elif state(server) == "no gateway":
+            console.result(f"the gateway of {server.name} has ended: stop the server, and serve it again")
         for one in server.served:
             console.result(*(f"{one.name}: {phrase}" for phrase in one.imported))
 

@@ -18,7 +18,16 @@ from pathlib import Path
 
 from trtpipe.engines.errors import StageFailed, TrtpipeError
 from trtpipe.engines.json_input import parse_json
-from trtpipe.engines.process import error_from_json, error_to_json, python_command, tail, terminate, words_of
+from trtpipe.engines.process import (
+    describe_status,
+    error_from_json,
+    error_to_json,
+    open_log,
+    python_command,
+    tail,
+    terminate,
+    words_of,
+)
 from trtpipe.pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
@@ -29,7 +38,8 @@ FAILED = re.compile(r"^gateway failed: (\{.*\})$", re.MULTILINE)
 
 def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     """Start the gateway and wait until it listens; its process id and address. Raises its error, or StageFailed."""
-    with log.open("wb") as output:
+    with open_log(log) as output:
+        begin = output.seek(0, os.SEEK_END)  # the log holds every start
         process = subprocess.Popen(
             [*python_command("trtpipe.pipeline.gateway.process", outlives=True), options.to_json()],
             stdin=subprocess.DEVNULL,
@@ -37,11 +47,15 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def said() -> str:
+        return log.read_bytes()[begin:].decode(errors="replace")
+
     deadline = time.monotonic() + READY_SECONDS
     listens = None
     try:
         while time.monotonic() < deadline:
-            listens = LISTENS.search(log.read_text(encoding="utf-8", errors="replace"))
+            listens = LISTENS.search(said())
             if listens:
                 return process.pid, listens[1]
             if process.poll() is not None:
@@ -51,10 +65,10 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
         if listens is None:
             end(process.pid)
             process.wait()
-    told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
+    told = FAILED.search(said())
     if told:
         raise error_from_json(parse_json(told[1]))
-    raise StageFailed("the gateway does not start", why=tail(log), remedy=f"its log is {log}")
+    raise StageFailed("the gateway does not start", why=tail(log, begin=begin), remedy=f"its log is {log}")
 
 
 def end(pid: int) -> None:
@@ -69,6 +83,15 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)
     return b"trtpipe.pipeline.gateway.process" in words_of(pid)
+
+
+def ended(pid: int) -> str | None:
+    """How a gateway that this process has started ended; None while it runs."""
+    with contextlib.suppress(ChildProcessError):  # `alive` has collected it
+        collected, status = os.waitpid(pid, os.WNOHANG)
+        if collected:
+            return describe_status(os.waitstatus_to_exitcode(status))
+    return None if alive(pid) else "its status is not known"
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.serving import (
@@ -178,8 +180,7 @@ def _launch(
             smoke(server, one)
         if gateway is not None:
             show("starting the gateway", "")
-            pid, url = gateway_process.start(gateway, log.with_suffix(".gateway.log"))
-            server = replace(server, gateway_pid=pid, gateway_url=url)
+            server = _with_gateway(server, gateway)
         remember(store, server)
     except BaseException as error:
         end(server)
@@ -188,6 +189,32 @@ def _launch(
             raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise
     return server, process
+
+
+def _with_gateway(server: Server, options: GatewayOptions) -> Server:
+    pid, url = gateway_process.start(options, server.log.with_suffix(".gateway.log"))
+    return replace(server, gateway_pid=pid, gateway_url=url, keyed=bool(access.read_keys(options.api_keys_file)))
+
+
+def start_gateway_again(server: Server, store: Store, options: LaunchOptions) -> Server:
+    """Start the gateway of a running server at its old address, after it has ended; returns the server with it.
+
+    Raises HostError where the port is still taken `gateway_process.STOP_SECONDS` later, else what `launch` raises for
+    the gateway.
+    """
+    assert server.gateway_url is not None
+    models = store.home / "servers" / server.name / "models"
+    passports = [check_passport(one.name, one.repository) for one in server.served]
+    port = int(server.gateway_url.rpartition(":")[2])
+    gateway = gateway_options(server.served, passports, models, server.endpoints, port, options)
+    deadline = time.monotonic() + gateway_process.STOP_SECONDS
+    while True:
+        try:
+            return _with_gateway(server, gateway)
+        except HostError:  # the workers of the ended gateway, which the kernel kills with it, may still hold the port
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _served(targets: Sequence[Found], options: LaunchOptions) -> tuple[Served, ...]:

@@ -8,14 +8,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from trtpipe.engines.process import tail
+from trtpipe.engines.process import LOG_BYTES, tail
 
 # Time between two looks into the log of a starting server.
 LOOK_SECONDS = 0.5
-# A larger log is set aside when a server starts; the last start is searched for in the last part of a log.
-LOG_BYTES = 16 << 20
 # Line before a server's output, because a log holds every start.
 STARTED = "--- server is started "
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
@@ -28,16 +25,6 @@ LOAD_FAILURE = re.compile(
 RAISED = re.compile(
     r"^(?:\([^)\n]*\) )?(?:[A-Z]+ [\d:. -]+)?(?:\[[^]\n]*\] )*((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
-
-
-def open_log(log: Path) -> BinaryIO:
-    """Open for appending, so that the stack that an error message referred to stays. A model's error may quote a
-    prompt, so nobody else may read the log."""
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.fchmod(descriptor, 0o600)
-    return os.fdopen(descriptor, "wb")
 
 
 def last_start(log: Path) -> int:

@@ -117,10 +117,15 @@ class Server:
 
 
 def state(server: Server) -> str:
-    """died, running, or restarting: its watchdog runs, and is starting tritonserver again."""
+    """died, running, restarting (its watchdog starts tritonserver or the gateway again), or no gateway (the gateway
+    has ended, and so has the watchdog)."""
     if server.died is not None:
         return "died"
-    return "running" if server.alive else "restarting"
+    if not server.alive:
+        return "restarting"
+    if server.gateway_pid is None or process.alive(server.gateway_pid):
+        return "running"
+    return "restarting" if watched(server) else "no gateway"
 
 
 def running(store: Store) -> list[Server]:

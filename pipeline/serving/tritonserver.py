@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.process import python_command, terminate, words_of
+from trtpipe.engines.process import open_log, python_command, terminate, words_of
 from trtpipe.pipeline.serving import owner_only
 from trtpipe.pipeline.serving.environment import without_secrets
 from trtpipe.pipeline.serving.ports import Endpoints
-from trtpipe.pipeline.serving.server_log import STARTED, open_log
+from trtpipe.pipeline.serving.server_log import STARTED
 from trtpipe.pipeline.serving.triton_package import Installation
 from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_command
 

@@ -1,4 +1,4 @@
-"""Watchdog of a server: recovers from the death of a Python process of Triton, and from the end of the server.
+"""Watchdog of a server: recovers from the death of its gateway or of a Python process of Triton, and from its end.
 
 Triton 2.51 never ends a request that waits in a dead Python process, and still calls itself ready. So the watchdog
 takes the model out of service at once and loads it again; where requests wait, it kills the server and starts it
@@ -26,7 +26,7 @@ from trtpipe.pipeline.serving import model_control, server_log, tritonserver
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.repositories import Found
-from trtpipe.pipeline.serving.serve import end, launch
+from trtpipe.pipeline.serving.serve import end, launch, start_gateway_again
 from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
@@ -36,7 +36,7 @@ RELEASE_SECONDS = 1.6
 ASK_SECONDS = 1.0
 WAITING = "requests wait for it, which Triton would not end"
 PENDING = "nv_inference_pending_request_count"
-# A model whose Python processes have died this often within this time counts as broken.
+# A model whose Python processes have died this often within this time counts as broken; so does a gateway.
 MAX_DEATHS, DEATHS_SECONDS = 10, 20.0
 
 
@@ -45,10 +45,10 @@ def attend(
     ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Watch a server until Ctrl-C, a TERM signal or its own end. A server that ends by itself is started again
-    `restarts` times; one whose Python process has died is repaired every time.
+    `restarts` times; one whose gateway or Python process has died is repaired every time.
 
     `ready` is called once signals are handled, so that a Ctrl-C right after its message ends the server too.
-    Raises StageFailed when the server ends by itself once more, or does not start again.
+    Raises StageFailed when the server ends by itself once more, or it or its gateway does not start again.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -68,16 +68,20 @@ def attend(
             if status == 0:
                 return
             if status is None:
+                how = None if server.gateway_pid is None else gateway_process.ended(server.gateway_pid)
+                if how is not None:
+                    note(f"the gateway has ended ({how}); starting it again")
+                    _count_death(deaths, "the gateway", server)
+                    server = start_gateway_again(_as_recorded(server, store), store, options)
+                    remember(store, server)
+                    note(f"the gateway answers again at {server.gateway_url}")
                 died = stubs.died()
                 if not died:
                     continue
                 names = ", ".join(sorted(set(died.values())))
                 note(f"a Python process of {names} has died; loading it again")
-                now = time.monotonic()
                 for name in set(died.values()):
-                    deaths[name] = [at for at in deaths.get(name, ()) if now - at < DEATHS_SECONDS] + [now]
-                    if len(deaths[name]) > MAX_DEATHS:
-                        raise _died_too_often(name, server)
+                    _count_death(deaths, f"Python processes of {name}", server)
                 obstacle = _load_again(server, process, died, stubs, backends_folder(store, server))
                 if obstacle is None:
                     note(f"{names} is loaded again")
@@ -185,8 +189,7 @@ def _start_again(
     server: Server, store: Store, options: LaunchOptions, note: Callable[[str], None]
 ) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start an ended server again at its old ports; its gateway continues, unless it has ended as well."""
-    # `reload` may have changed what the server serves.
-    server = next((one for one in running(store) if one.name == server.name), server)
+    server = _as_recorded(server, store)
     tritonserver.end(server.pid, server.program)
     clean_up(store, server)
     kept = server.gateway_pid is not None and gateway_process.alive(server.gateway_pid)
@@ -203,6 +206,11 @@ def _start_again(
     return started, process
 
 
+def _as_recorded(server: Server, store: Store) -> Server:
+    """The server as its record has it: `reload` may have changed what it serves."""
+    return next((one for one in running(store) if one.name == server.name), server)
+
+
 def _ended(status: int, server: Server) -> StageFailed:
     error = StageFailed(
         f"{server.program} ended by itself (status {status})",
@@ -212,9 +220,13 @@ def _ended(status: int, server: Server) -> StageFailed:
     return explain(error, server.log, "serve", server_log.last_start(server.log))
 
 
-def _died_too_often(name: str, server: Server) -> StageFailed:
-    return StageFailed(
-        f"Python processes of {name} died {MAX_DEATHS + 1} times within {DEATHS_SECONDS:.0f} s",
-        why="a model that dies as soon as it is loaded is not started again",
-        remedy=f"its log is {server.log}",
-    )
+def _count_death(deaths: dict[str, list[float]], what: str, server: Server) -> None:
+    """Add a death of `what` to the times of earlier ones. Raises StageFailed where they are too many."""
+    now = time.monotonic()
+    deaths[what] = [at for at in deaths.get(what, ()) if now - at < DEATHS_SECONDS] + [now]
+    if len(deaths[what]) > MAX_DEATHS:
+        raise StageFailed(
+            f"{what} died {MAX_DEATHS + 1} times within {DEATHS_SECONDS:.0f} s",
+            why="what dies as soon as it is started is not started again",
+            remedy=f"its log is {server.log}",
+        )

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -50,6 +51,26 @@ def test_a_crash_is_started_again_with_its_stack_in_the_log_until_sigterm(cli: C
     assert serving.returncode == 0, err
     # The engine process ends when it has seen that the last of Triton's processes is gone.
     assert until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+
+
+def test_a_killed_gateway_is_started_again_at_its_address(cli: Cli, tiny_repository: Path) -> None:
+    ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
+    with cli.serving(str(tiny_repository), *ports) as serving:
+        assert serving.stderr is not None
+        record = running(cli, tiny_repository)
+        state = json.loads((cli.home / "servers" / f"{record['server']}.json").read_text())
+        psutil.Process(state["gateway_pid"]).kill()
+        told: list[str] = []
+        while not any("the gateway answers again" in line for line in told):
+            told.append(next(serving.stderr))
+        assert any("the gateway has ended (ended by SIGKILL" in line for line in told)
+        assert running(cli, tiny_repository) == record
+        assert httpx.get(f"{record['openai']}/v1/models").json()["data"][0]["id"] == tiny_repository.name
+        log = cli.home / "logs" / f"serve-{record['server']}.gateway.log"
+        assert log.read_text().count("gateway at ") == 2
+        serving.send_signal(signal.SIGTERM)
+        _, err = serving.communicate(timeout=60)
+    assert serving.returncode == 0, err
 
 
 @pytest.mark.slow

@@ -82,10 +82,16 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def remember(
     store: Store, name: str, pid: int = 1, log: Path = Path("/l"), repository: Path = Path("/r"),
-    source: Path | None = None,
+    source: Path | None = None, gateway_pid: int | None = None, gateway_url: str | None = None,
 ) -> None:  # fmt: skip
     from trtpipe.pipeline.serving import servers
 
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
     served = tuple(Served(name=one, repository=repository, source=source) for one in name.split("+"))
-    servers.remember(store, Server(name=name, pid=pid, served=served, log=log, endpoints=points))
+    servers.remember(
+        store,
+        Server(
+            name=name, pid=pid, served=served, log=log, endpoints=points,
+            gateway_pid=gateway_pid, gateway_url=gateway_url,
+        ),
+    )  # fmt: skip

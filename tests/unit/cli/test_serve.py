@@ -226,6 +226,22 @@ def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, mon
     assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
 
 
+def test_a_server_whose_gateway_and_watchdog_have_ended_is_called_so(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    remember(store, "a", gateway_pid=servers.MAX_PID - 1, gateway_url="http://127.0.0.1:9000")
+    monkeypatch.setattr(servers.Server, "alive", True)
+    (told,) = json.loads(run("ps", "--json").out)
+    assert (told["state"], told["died"]) == ("no gateway", None)
+    out = run("ps").out
+    assert "9000" not in out
+    assert "the gateway of a has ended: stop the server, and serve it again\n" in out
+    monkeypatch.setattr(servers, "watched", lambda server: True)
+    assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
+
+
 def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run: Run) -> None:
     from tests.unit.engines.test_passport import passport, target
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trtpipe.engines import process
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.process import LAUNCHER
@@ -101,7 +102,7 @@ def test_a_log_is_appended_to_and_its_owner_s_alone(tmp_path: Path, monkeypatch:
         r"Signal \(11\) received\.\n(--- server is started [\d-]+ [\d:]+ ---\na word\n){2}", log.read_text()
     )
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    monkeypatch.setattr(server_log, "LOG_BYTES", 100)
+    monkeypatch.setattr(process, "LOG_BYTES", 100)
     tritonserver.spawn(["/bin/echo", "a word"], {}, tmp_path, log).wait()
     assert "Signal (11)" in (tmp_path / "serve.log.1").read_text()
     assert log.read_text().count("a word") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -284,6 +285,56 @@ def test_a_server_that_ends_once_more_is_given_up(monkeypatch: pytest.MonkeyPatc
         )  # fmt: skip
     assert caught.value.exit_code == 5
     assert [text.rpartition("; ")[2] for text in told] == ["starting it again", "x serves again"]
+
+
+def test_a_gateway_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server goes on, as it is recorded by then."""
+    ended = {1: "ended by SIGKILL", 2: None}
+    told: list[str] = []
+    left: list[Server] = []
+
+    def wait() -> None:
+        if told:
+            raise KeyboardInterrupt
+
+    def again(found: Server, *given: object) -> Server:
+        return replace(found, gateway_pid=2)
+
+    stubs = SimpleNamespace(wait=wait, died=dict)
+    monkeypatch.setattr(watchdog, "Stubs", lambda pid: stubs)
+    monkeypatch.setattr(watchdog, "_as_recorded", lambda server, store: replace(server, keyed=True))
+    monkeypatch.setattr(watchdog, "start_gateway_again", again)
+    monkeypatch.setattr(watchdog, "end", left.append)
+    monkeypatch.setattr(gateway_process, "ended", ended.get)
+    monkeypatch.setattr(gateway_process, "end", lambda pid: None)
+    process: Any = SimpleNamespace(poll=lambda: None)
+    options: Any = None
+    first = replace(server(None), gateway_pid=1, gateway_url="http://127.0.0.1:9000")
+    watchdog.attend(
+        first, process, Store(tmp_path), options, restarts=0, ready=lambda: None, stopping=lambda: None,
+        note=told.append,
+    )  # fmt: skip
+    assert told == [
+        "the gateway has ended (ended by SIGKILL); starting it again",
+        "the gateway answers again at http://127.0.0.1:9000",
+    ]
+    assert [(one.gateway_pid, one.keyed) for one in left] == [(2, True)]
+
+
+@pytest.mark.process
+def test_how_a_gateway_ended() -> None:
+    """Of a child; whoever collected it before leaves no status."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", "trtpipe.pipeline.gateway.process"]
+    )
+    while not gateway_process.alive(running.pid):
+        time.sleep(0.001)
+    assert gateway_process.ended(running.pid) is None
+    running.kill()
+    os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
+    assert gateway_process.ended(running.pid) == "ended by SIGKILL, usually for want of memory"
+    assert gateway_process.ended(running.pid) == "its status is not known"
+    running.wait()
 
 
 def test_a_server_starts_again_beside_a_gateway_that_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
