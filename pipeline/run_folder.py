@@ -158,12 +158,23 @@ class RunFolder:
 
     def linked(self, makes: str) -> Path:
         """The artefact that a stage made last, such as the repository. Raises InputDataError when there is none."""
-        link = self.path / makes
+        link, gone = self.path / makes, self.broken(makes)
+        if gone is not None:
+            raise InputDataError(
+                f"{self.path} has no {makes}",
+                why=f"its link points to {gone}, which is not there: the store was moved or removed",
+                remedy=f"set TRTPIPE_HOME to where the store is now, then {self.rebuild}, which reuses what is there",
+            )
         if not link.is_dir():
             raise InputDataError(
                 f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy=self.rebuild
             )
         return link.resolve()
+
+    def broken(self, makes: str) -> Path | None:
+        """Where the link to an artefact points if nothing is there, as after the store was moved; else None."""
+        link = self.path / makes
+        return link.readlink() if link.is_symlink() and not link.exists() else None
 
     def _entries(self, *, retired: bool = False) -> dict[str, tuple[Record, Origin | None]]:
         """By stage, without those of other settings, or with them."""

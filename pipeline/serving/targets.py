@@ -67,6 +67,8 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
     missing = tuple(stages[last + 1 :])
     if spec is None:
         state = "unreadable"
+    elif made and any(run.broken(stage.makes) for stage in stages_of(spec)):
+        state = "incomplete: its links are broken"
     elif made:
         state = f"{missing[0]} is next" if missing else "complete"
     else:

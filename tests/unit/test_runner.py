@@ -280,6 +280,25 @@ def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     )
 
 
+def test_after_the_store_has_moved_a_target_is_incomplete_until_a_build_links_to_it(
+    model: Path, store: Store, tmp_path: Path
+) -> None:
+    build(plan(model), store)
+    gone = RunFolder.of("tiny.cpu.fp32").linked("repository")
+    store.home.rename(tmp_path / "moved")
+    moved = Store(tmp_path / "moved")
+    assert [one.state for one in list_targets(moved)] == ["incomplete: its links are broken"]
+    with pytest.raises(InputDataError) as caught:
+        RunFolder.of("tiny.cpu.fp32").linked("repository")
+    assert str(caught.value) == (
+        f"runs/tiny.cpu.fp32 has no repository: its link points to {gone}, which is not there: the store was moved or "
+        "removed; set TRTPIPE_HOME to where the store is now, then run `trtpipe build --recipe "
+        "runs/tiny.cpu.fp32/plan.json`, which reuses what is there"
+    )
+    assert build(plan(model), moved) == dict.fromkeys(NAMES, REUSED)
+    assert [one.state for one in list_targets(moved)] == ["complete"]
+
+
 def states(made: BuildSpec, store: Store) -> dict[str, tuple[str, str]]:
     return {entry.stage: (entry.state, entry.reason) for entry in status(made, Store(store.home))}
 
