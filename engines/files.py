@@ -48,6 +48,15 @@ def file_in(path: Path, *names: str) -> Path:
     raise UsageError(f"folder {path} has no {' and no '.join(names)}", remedy="name the file")
 
 
+def size_text(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000: 325.7 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
 def device(folder: Path) -> int:
     """Number of the disk that holds a folder, or would hold it."""
     return _existing(folder).stat().st_dev
@@ -70,7 +79,7 @@ def require_disk(folder: Path, size: int, what: str, why: str = "", variable: st
     there = _existing(folder)
     free = free_bytes(there)
     if free < size:
-        needed = f"{what} needs about {size / 1e9:.1f} GB of disk and {there} has {free / 1e9:.1f} GB free"
+        needed = f"{what} needs about {size_text(size)} of disk and {there} has {size_text(free)} free"
         raise DiskFull(needed, why=why, variable=variable)
 
 

@@ -22,6 +22,7 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trtpipe.engines.files import size_text
 from trtpipe.pipeline.cli.console_text import bounded, one_line, visible
 
 if TYPE_CHECKING:
@@ -265,13 +266,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Seq
         where.print(Text.assemble(*line))
 
 
-def size(nbytes: float) -> str:
-    """Bytes for people, in powers of 1000: 325.7 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 999.5 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError("unreachable")
+size = size_text
 
 
 def inspection(found: Inspection, problems: Sequence[str], *, tensors: bool = False, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from trtpipe.configs import facts
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.engines.extras import install_command
+from trtpipe.engines.files import size_text
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
@@ -84,14 +85,14 @@ def _store(store: Store) -> str:
     folder = store.home
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free / 1e9
+    free = shutil.disk_usage(folder).free
     if not folder.is_dir():
         raise HostError(f"{folder} is not a folder", remedy="set TRTPIPE_HOME to a folder of yours")
     if not os.access(folder, os.W_OK):
         raise HostError(f"{folder} cannot be written", remedy="set TRTPIPE_HOME to a folder of yours")
-    if free < DISK_GB:
-        raise HostError(f"{store.home} has {free:.1f} GB free", remedy="free some space or set TRTPIPE_HOME")
-    return f"{store.home}, {free:.0f} GB free"
+    if free < DISK_GB * 1e9:
+        raise HostError(f"{store.home} has {size_text(free)} free", remedy="free some space or set TRTPIPE_HOME")
+    return f"{store.home}, {free / 1e9:.0f} GB free"
 
 
 def _server() -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.files import free_bytes, size_text
 from trtpipe.engines.json_input import parse_json
 
 # Called with the number of bytes that have just been moved.
@@ -66,6 +68,15 @@ def missing(blob: Blob, registry: Registry) -> InputDataError:
     )  # fmt: skip
 
 
+def damaged_size(blob: Blob, size: int, registry: Registry) -> InputDataError:
+    """A file that is there with another size than its target's index says."""
+    return InputDataError(
+        f"the file sha256:{blob.sha256[:12]} of {registry.url} is {'truncated' if size < blob.size else 'too long'}",
+        why=f"it has {size:,} bytes instead of {blob.size:,}",
+        remedy="push the target again",
+    )
+
+
 def unknown_target(target: str, registry: Registry) -> UsageError:
     there = registry.targets()
     remedy = suggestion(target, there) if there else "push one with `trtpipe push`"
@@ -98,6 +109,12 @@ def translated(url: str) -> Iterator[None]:
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not remote:
+            raise HostError(
+                f"the disk of {url} is full",
+                why=f"{error.strerror}; {size_text(free_bytes(Path(url)))} are free",
+                remedy="free some space there, or name another folder",
+            ) from None
         remedy = "check its address and the network" if remote else "check its permissions, or name another folder"
         why = error.strerror or _words(error)
         raise HostError(f"{url} cannot be reached or written", why=why, remedy=remedy) from None

@@ -19,6 +19,7 @@ from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     Blob,
     Moved,
+    damaged_size,
     missing,
     parse_index,
     translated,
@@ -59,12 +60,7 @@ class FileRegistry:
         return FileRegistry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
-        with translated(self.url):
-            try:
-                found = self._system.info(self._blob(blob))
-                return bool(found["type"] == "file" and int(found["size"]) == blob.size)
-            except FileNotFoundError:
-                return False
+        return self._size(blob) == blob.size
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         place = self._blob(blob)
@@ -77,8 +73,12 @@ class FileRegistry:
                 self._copy(path, place, moved)
 
     def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
-        if start < blob.size and not self.has(blob):
-            raise missing(blob, self)
+        if start < blob.size:
+            size = self._size(blob)
+            if size is None:
+                raise missing(blob, self)
+            if size != blob.size:
+                raise damaged_size(blob, size, self)
         for position in range(start, blob.size, CHUNK):
             stop = min(position + CHUNK, blob.size)
             with translated(self.url):
@@ -137,6 +137,15 @@ class FileRegistry:
             with contextlib.suppress(OSError):
                 self._system.rm(partial)
             raise
+
+    def _size(self, blob: Blob) -> int | None:
+        """The size of a file that is there; None where none is."""
+        with translated(self.url):
+            try:
+                found = self._system.info(self._blob(blob))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found["type"] == "file" else None
 
     def _copy(self, path: Path, place: str, moved: Moved) -> None:
         with path.open("rb") as source, self._system.open(place, "wb", block_size=CHUNK) as target:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
+from trtpipe.engines.files import size_text
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
@@ -241,7 +242,7 @@ def _require_fit(index: Index) -> None:
         size = sum(file["size"] for file in index["artefacts"]["engine"]["files"])
         raise ArtefactRefused(
             f"the engine of {index['target']} does not run on this machine",
-            why=f"{'; '.join(verdict.objections)}; nothing of its {size / 1e9:.1f} GB was fetched",
+            why=f"{'; '.join(verdict.objections)}; nothing of its {size_text(size)} was fetched",
             remedy="pull it where it runs, or with --any-machine",
         )
 

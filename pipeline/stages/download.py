@@ -16,7 +16,7 @@ from trtpipe.configs import facts
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
-from trtpipe.engines.files import device, place, require_disk
+from trtpipe.engines.files import device, place, require_disk, size_text
 from trtpipe.engines.hf.folder import (
     DETAILS,
     INDEX_NAME,
@@ -105,7 +105,7 @@ class Download(Stage):
             require_disk(cache, absent, f"the download of {spec.model.name}", variable="HF_HOME")
             absent = size
         made = sum(stage.disk(spec, model) for stage in later)
-        why = f"{absent / 1e9:.1f} GB are for the model's files, {made / 1e9:.1f} GB for what is made of them"
+        why = f"{size_text(absent)} are for the model's files, {size_text(made)} for what is made of them"
         require_disk(home, absent + made, f"the build of {spec.model.name}", why)
 
     def run(self, job: Job) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -250,7 +251,7 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
         transfer.pull("tiny.h100.bf16", weak, store)
     assert error.value.what == "the engine of tiny.h100.bf16 does not run on this machine"
     assert "it is for h100 (SM90), and this machine has NVIDIA A100-SXM4-80GB (SM80)" in str(error.value)
-    assert "nothing of its 0.0 GB was fetched; pull it where it runs, or with --any-machine" in str(error.value)
+    assert "nothing of its 6.4 kB was fetched; pull it where it runs, or with --any-machine" in str(error.value)
     (passport,) = [
         file["size"] for file in weak.index("tiny.h100.bf16")["artefacts"]["engine"]["files"]
         if file["path"] == "passport.json"
@@ -412,6 +413,22 @@ def test_a_file_that_somebody_has_removed(
 ) -> None:
     with pytest.raises(InputDataError, match=r"lacks the file sha256:0000000000\w\w: somebody has removed it; push"):
         b"".join(registry().read(Blob("0" * 64, 5)))
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"x" * 1000, "truncated: it has 1,000 bytes instead of 5,000; push the target again"),
+        (b"x" * 5001, "too long: it has 5,001 bytes instead of 5,000; push the target again"),
+    ],
+)
+def test_a_file_of_another_size_in_a_folder(in_folder: Path, tmp_path: Path, data: bytes, line: str) -> None:
+    shelf = tmp_path / "shelf"
+    (shelf / "blobs").mkdir(parents=True)
+    (shelf / "blobs" / ("0" * 64)).write_bytes(data)
+    with pytest.raises(InputDataError) as caught:
+        b"".join(open_registry(str(shelf)).read(Blob("0" * 64, 5000)))
+    assert str(caught.value) == f"the file sha256:000000000000 of {shelf} is {line}"
 
 
 @pytest.mark.parametrize("place", ["blobs", "targets"])
@@ -658,6 +675,18 @@ def test_what_a_registry_cannot_do_is_told(url: str, error: Exception, line: str
     with pytest.raises(HostError) as caught, translated(url):
         raise error
     assert str(caught.value) == line
+
+
+def test_a_full_disk_of_a_folder_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+    shelf = str(tmp_path / "shelf")
+    with pytest.raises(HostError) as caught, translated(shelf):
+        raise OSError(errno.ENOSPC, "No space left on device", f"{shelf}/blobs")
+    assert str(caught.value) == (
+        f"the disk of {shelf} is full: No space left on device; 4.1 kB are free; "
+        "free some space there, or name another folder"
+    )
 
 
 def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
