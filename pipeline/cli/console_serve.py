@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.pipeline.cli import console
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.serving.servers import Server
+    from trtpipe.pipeline.serving.servers import Served, Server
 
 
 def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def started(server: Server, *, attached: bool, as_json: bool, certificate: Path 
     console.result("Ctrl-C ends it" if attached else f"to end it: trtpipe stop {server.name}")
 
 
-def first_steps(server: Server, certificate: Path | None = None) -> list[str]:
-    """Commands to try on a started server."""
-    question, first = "What is the capital of France?", server.served[0]
+def first_steps(server: Server, certificate: Path | None = None, *, served: Served | None = None) -> list[str]:
+    """Commands to try on a started server: on `served`, or on its first target."""
+    question, first = "What is the capital of France?", served or server.served[0]
     target = "" if len(server.served) == 1 else f" --target {first.name}"
     steps = [f'trtpipe generate "{question}"{target}']
     if server.gateway_url is not None:

@@ -105,7 +105,7 @@ def reload(
         console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
         return
     console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
-    console.result(f"next: {console_serve.first_steps(renewed)[0]}")
+    console.result(f"next: {console_serve.first_steps(renewed, served=loaded[0])[0]}")
 
 
 def stop(

@@ -7,11 +7,14 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtpipe.pipeline.cli.options import FILE, FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Tasks, Toolchain
+
+if TYPE_CHECKING:
+    from trtpipe.engines.base import DataType
 
 HfFolder = Annotated[Path, typer.Argument(help="A Hugging Face model folder.", **FOLDER)]
 
@@ -66,12 +69,11 @@ def convert(
     from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.hf.stored import read_stored
     from trtpipe.engines.model_config import EmbeddingSharding
-    from trtpipe.engines.precision import parse_float
     from trtpipe.engines.quantize.stored import convert_stored
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
-    wanted = None if dtype == "auto" else parse_float(dtype)
+    wanted = _float(dtype, f"run `{_command('quantize', hf_dir, out_dir, '--quant', dtype)}`")
     release = _release(toolchain)
     mapping = Mapping.of(tp, pp, moe_tp, moe_ep)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
@@ -155,7 +157,7 @@ def quantize(
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
-    from trtpipe.engines.precision import find_recipe, parse_float, with_group_size, with_kv_cache
+    from trtpipe.engines.precision import find_recipe, with_group_size, with_kv_cache
     from trtpipe.engines.quantize import job
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
@@ -163,7 +165,7 @@ def quantize(
 
     recipe = with_kv_cache(find_recipe(quant, facts.load_quant_recipes()), kv_cache)
     recipe = with_group_size(recipe, group_size)
-    wanted = None if dtype == "auto" else parse_float(dtype)
+    wanted = _float(dtype, f"give --quant {dtype}")
     release = _release(toolchain) if form == "trtllm" else facts.find_toolchain(toolchain).name
     layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout)
@@ -351,6 +353,17 @@ def _release(toolchain: str | None) -> str:
     found = facts.find_toolchain(toolchain)
     found.require_runtime("tensorrt_llm")
     return found.name
+
+
+def _float(dtype: str, remedy: str) -> DataType | None:
+    """The type that --dtype names; None for auto. Raises UsageError, with `remedy` for a quantization."""
+    from trtpipe.configs import facts
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.precision import parse_float
+
+    if any(dtype in (recipe.name, *recipe.aliases) for recipe in facts.load_quant_recipes().values()):
+        raise UsageError(f"--dtype {dtype} is a quantization, not a type of unquantized weights", remedy=remedy)
+    return None if dtype == "auto" else parse_float(dtype)
 
 
 def _command(*words: object) -> str:

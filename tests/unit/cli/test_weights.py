@@ -198,11 +198,19 @@ def test_convert_on_a_full_disk_leaves_nothing(
 def test_convert_refuses_what_cannot_be(run: Run, model: Path, in_folder: Path) -> None:
     for options, message in (
         (["--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        (
+            ["--dtype", "fp8"],
+            "--dtype fp8 is a quantization, not a type of unquantized weights; "
+            f"run `trtpipe quantize {model} out --quant fp8`",
+        ),
         (["--tp", "0"], "tp_size 0 and pp_size 1 must both be at least 1; pass --tp and --pp as positive numbers"),
     ):
         done = run("convert", model, "out", *options)
         assert (done.status, done.error()) == (2, message)
     assert run("convert", model, "out", "--tp", "3").status == 2  # 4 heads
+    assert run("quantize", model, "out", "--quant", "fp8", "--dtype", "fp8").error() == (
+        "--dtype fp8 is a quantization, not a type of unquantized weights; give --quant fp8"
+    )
     assert list(in_folder.iterdir()) == [model]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,4 +111,6 @@ def test_the_first_commands_are_such_as_a_shell_takes(*, keyed: bool) -> None:
     assert words[:2] == ["curl", "http://127.0.0.1:9/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's"
     assert ("Authorization: Bearer $TRTPIPE_API_KEY" in words) is keyed
+    other = Served(name="b", repository=Path("/r"))
+    assert first_steps(replace(server, served=(*served, other)), served=other)[0].endswith(" --target b")
     assert first_steps(server, Path("/my cert.pem"))[1].startswith("curl --cacert '/my cert.pem' http")
