@@ -101,6 +101,7 @@ def serve(
     )  # fmt: skip
     # Here, since a server that is started again leaves out the gateway where that goes on.
     launch_options.require_gateway(options)
+    launch_options.check_alone(options, len(found))
     program = "the runtime's own server" if front == "native" else "tritonserver"
     console.note(f"starting {program} with " + ", ".join(one.name for one in found))
 

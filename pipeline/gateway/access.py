@@ -15,9 +15,14 @@ KEYS_VARIABLE = "TRTPIPE_API_KEYS"
 
 def check(options: GatewayOptions) -> None:
     """Read the files that a worker will read. Raises InputDataError for unusable keys or an unusable certificate."""
-    read_keys(options.api_keys_file)
-    if options.tls_cert is not None and options.tls_key is not None:
-        _check_certificate(options.tls_cert, options.tls_key)
+    check_files(options.api_keys_file, options.tls_cert, options.tls_key)
+
+
+def check_files(keys: Path | None, certificate: Path | None, key: Path | None) -> None:
+    """As `check`, of the files alone."""
+    read_keys(keys)
+    if certificate is not None and key is not None:
+        _check_certificate(certificate, key)
 
 
 def read_keys(file: Path | None) -> tuple[bytes, ...]:

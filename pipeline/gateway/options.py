@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,22 @@ def require_pair(certificate: Path | None, key: Path | None) -> None:
     """Raises UsageError for a certificate without a key, or a key without a certificate."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
+
+
+def require_tool_format(name: str | None) -> None:
+    """Raises UsageError for an unknown format of tool calls; None is none."""
+    if name is not None and name not in FORMATS:
+        raise UsageError(f"unknown format of tool calls '{name}'", remedy=suggestion(name, FORMATS))
+
+
+def require_origins(origins: Iterable[str]) -> None:
+    """Raises UsageError for what no browser sends as an origin."""
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"'{origin}' is not an origin, and no browser would send it",
+                remedy="give a scheme and a host without a path, such as https://app.example, or *",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +66,7 @@ class ServedModel:
     reasoning: bool = True
 
     def __post_init__(self) -> None:
-        if self.tool_format is not None and self.tool_format not in FORMATS:
-            raise UsageError(
-                f"unknown format of tool calls '{self.tool_format}'", remedy=suggestion(self.tool_format, FORMATS)
-            )
+        require_tool_format(self.tool_format)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,12 +124,7 @@ class GatewayOptions:
                 why="given: " + ", ".join(f"'{name}'" for name in names),
                 remedy="give each name once",
             )
-        for origin in self.cors_origins:
-            if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise UsageError(
-                    f"'{origin}' is not an origin, and no browser would send it",
-                    remedy="give a scheme and a host without a path, such as https://app.example, or *",
-                )
+        require_origins(self.cors_origins)
         require_pair(self.tls_cert, self.tls_key)
         if not 0 <= self.port < 1 << 16:
             raise UsageError(f"port {self.port} is not a port", remedy="give a number from 0 to 65535")

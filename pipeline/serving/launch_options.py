@@ -14,10 +14,16 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.model_names import require_free
-from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel, require_pair
+from trtpipe.pipeline.gateway.options import (
+    GatewayOptions,
+    ServedModel,
+    require_origins,
+    require_pair,
+    require_tool_format,
+)
 from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.serving.ports import Endpoints
-from trtpipe.pipeline.serving.repositories import find_repository
+from trtpipe.pipeline.serving.repositories import SERVERS, find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import DRAIN_S
 from trtpipe.triton_repo.launch import ENGINE_MODEL
@@ -84,6 +90,12 @@ class LaunchOptions:
             raise UsageError(f"unknown front '{self.front}'", remedy=suggestion(self.front, FRONTS))
         if not all(name.strip() for name in self.model_names):
             raise UsageError("--served-model-name is empty", remedy="give a name, or leave it out")
+        if self.server not in SERVERS:
+            raise UsageError(f"unknown server '{self.server}'", remedy=suggestion(self.server, SERVERS))
+        if self.shm_size is not None and not SIZE.fullmatch(self.shm_size):
+            raise UsageError(f"--shm-size {self.shm_size} is not a size", remedy="give for example 512m or 2g")
+        require_tool_format(self.tool_format)
+        require_origins(self.cors_origins)
         require_pair(self.tls_cert, self.tls_key)
 
 
@@ -112,10 +124,46 @@ def require_gateway(options: LaunchOptions) -> None:
         )
 
 
+def check_alone(options: LaunchOptions, targets: int) -> None:
+    """Check what needs no more than the number of targets, before anything is read.
+
+    Raises UsageError, InputDataError for unusable keys or an unusable certificate, HostError for traces without
+    OpenTelemetry.
+    """
+    for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
+        if given and targets > 1:
+            raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
+    if options.front == "native":
+        if targets > 1:
+            raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")
+        _require_own(options)
+        return
+    if options.openai is not None:
+        access.check_files(options.api_keys_file, options.tls_cert, options.tls_key)
+    traces_url(options.otlp_endpoint)
+
+
+def _require_own(options: LaunchOptions) -> None:
+    """Raises UsageError for an option of the gateway, and for a name that cannot be a folder's."""
+    if options.openai is None:
+        given = ["--no-openai"]
+    elif access.read_keys(options.api_keys_file):
+        given = ["--api-keys-file or TRTPIPE_API_KEYS"]
+    else:
+        given = of_gateway(options)
+    if given:
+        raise UsageError(
+            f"{given[0]} is for the gateway",
+            why="with --front native the runtime's own server stands alone",
+            remedy="leave it out, or serve with --front triton",
+        )
+    # The first name is the name of a folder too.
+    if any("/" in name or name in (".", "..") for name in options.model_names):
+        raise UsageError("a name of --served-model-name holds a /", remedy="give one without")
+
+
 def check_container_options(options: LaunchOptions, kind: str) -> None:
-    """Raises UsageError for a shared memory that is no size, and for options of a container where there is none."""
-    if options.shm_size is not None and not SIZE.fullmatch(options.shm_size):
-        raise UsageError(f"--shm-size {options.shm_size} is not a size", remedy="give for example 512m or 2g")
+    """Raises UsageError for options of a container where there is none."""
     for option, value in (("--image", options.image), ("--shm-size", options.shm_size), ("--gpus", options.gpus)):
         if kind == "local" and value is not None:
             raise UsageError(

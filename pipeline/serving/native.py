@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import NativeServer
-from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.passport import Passport
 from trtpipe.engines.process import python_command
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
-from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.serving import model_control, ports, server_log, tritonserver
-from trtpipe.pipeline.serving.launch_options import SHM_SIZE, of_gateway, server_image
+from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server, remember
@@ -35,14 +34,10 @@ def launch(
 ) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start the runtime's own server on the engine of a repository; return when it has answered a request.
 
-    Raises UsageError for a runtime without one and for an option of the gateway, HostError (port taken, no Docker), or
+    Raises UsageError for a runtime without one, HostError (port taken, no Docker), or
     StageFailed with the server's own reason.
     """
-    _require_own(options)
     assert options.openai is not None
-    # The first name is the name of a folder too.
-    if any("/" in name or name in (".", "..") for name in served.model_names):
-        raise UsageError("a name of --served-model-name holds a /", remedy="give one without")
     make = partial(
         load_backend(passport.runtime).native_server, tokenizer=served.tokenizer.resolve(), host=options.host,
         names=served.model_names, on_cpu=passport.gpu == "cpu",
@@ -87,22 +82,6 @@ def launch(
             raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise
     return server, process
-
-
-def _require_own(options: LaunchOptions) -> None:
-    """Raises UsageError for an option of the gateway."""
-    if options.openai is None:
-        given = ["--no-openai"]
-    elif access.read_keys(options.api_keys_file):
-        given = ["--api-keys-file or TRTPIPE_API_KEYS"]
-    else:
-        given = of_gateway(options)
-    if given:
-        raise UsageError(
-            f"{given[0]} is for the gateway",
-            why="with --front native the runtime's own server stands alone",
-            remedy="leave it out, or serve with --front triton",
-        )
 
 
 def _start(

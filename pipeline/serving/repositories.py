@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, UsageError, suggestion
+from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
@@ -78,11 +78,8 @@ def served_by(passport: Passport) -> ServedBy:
 
 
 def choose_server(asked: str, passport: Passport) -> str:
-    """The server that runs the engine: local or docker. Raises UsageError for an unknown one, ArtefactRefused for one
-    that cannot run it."""
+    """The server that runs the engine: local or docker. Raises ArtefactRefused for one that cannot run it."""
     usual = "local" if served_by(passport) is ServedBy.ENGINE_PROCESS else "docker"
-    if asked not in SERVERS:
-        raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
     if asked == "docker" and usual == "local":
         raise ArtefactRefused(
             f"this engine is for the {passport.runtime} runtime",

@@ -40,6 +40,7 @@ from trtpipe.pipeline.serving.host_memory import require_host_memory
 from trtpipe.pipeline.serving.launch_options import (
     SHM_SIZE,
     LaunchOptions,
+    check_alone,
     check_container_options,
     exposure,
     gateway_options,
@@ -90,9 +91,7 @@ def launch(
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
-    for option, given in (("--served-model-name", options.model_names), ("--tool-format", options.tool_format)):
-        if given and len(targets) > 1:
-            raise UsageError(f"{option} is for one target", remedy="leave it out, or serve the targets apart")
+    check_alone(options, len(targets))
     passports = [check_passport(name, repository) for name, repository, _ in targets]
     require_alike([target.name for target in targets], passports)
     for name, repository, _ in targets:
@@ -123,8 +122,6 @@ def _launch(
 ) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
     passport = passports[0]
     if options.front == "native":
-        if len(targets) > 1:
-            raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")
         exposed = exposure(options, None, keyed=False)
         if exposed is not None:
             note(exposed)

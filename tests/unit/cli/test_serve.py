@@ -100,6 +100,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     status, words = refused("--tls-cert", empty, "--tls-key", empty)
     assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are not a certificate and its key")
     assert words.endswith("; give PEM files that belong together, the key without a password")
+    assert "starting" not in run("serve", *ports, "--api-keys-file", empty).err
     assert run("serve", *ports, "--front", "nativ").err == "error: unknown front 'nativ'; did you mean 'native'?\n"
     assert run("serve", *ports).error() == "the server is next"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.engines.test_passport import passport
-from trtpipe.engines.errors import UsageError
-from trtpipe.pipeline.serving.launch_options import LaunchOptions, gateway_model, require_gateway
+from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_alone, gateway_model, require_gateway
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 
@@ -55,3 +55,22 @@ def test_an_option_of_the_gateway_is_refused_where_none_is_started(option: str, 
         UsageError, match=f"{option} is for the gateway, and --no-openai starts none; leave out {option}"
     ):
         require_gateway(LaunchOptions(openai=None, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "targets", "words"),
+    [
+        ({"tool_format": "hermse"}, 1, "unknown format of tool calls 'hermse'; did you mean 'hermes'?"),
+        ({"cors_origins": ("app.example",)}, 1, "'app.example' is not an origin"),
+        ({"server": "dokcer"}, 1, "unknown server 'dokcer'; did you mean 'docker'?"),
+        ({"tool_format": "hermes"}, 2, "--tool-format is for one target"),
+        ({"front": "native"}, 2, "a runtime's own server is of one target"),
+        ({"front": "native", "tool_format": "hermes"}, 1, "--tool-format is for the gateway"),
+        ({"api_keys_file": Path("absent")}, 1, "the API keys in absent cannot be read"),
+        ({"otlp_endpoint": "localhost"}, 1, "--otlp-endpoint"),
+    ],
+)
+def test_what_is_wrong_whatever_is_served_is_refused_first(given: dict[str, Any], targets: int, words: str) -> None:
+    with pytest.raises(TrtpipeError) as caught:
+        check_alone(LaunchOptions(**{"openai": 0, **given}), targets)
+    assert str(caught.value).startswith(words)
