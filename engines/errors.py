@@ -19,6 +19,10 @@ from collections.abc import Iterable
 LISTED = 24
 
 
+class Ended(SystemExit):
+    """A signal other than Ctrl-C tells the command to end; its exit status is 128 and the signal's number."""
+
+
 class TrtpipeError(Exception):
     """A failure described in three parts: what happened, why, and what to do next.
 

@@ -201,7 +201,7 @@ def _served(
             output_tokens=OUTPUT_TOKENS,
         )  # fmt: skip
     if report.interrupted:
-        raise KeyboardInterrupt
+        raise report.interruption()
     if report.broken is not None:
         raise report.broken
     speeds = [

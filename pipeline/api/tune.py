@@ -56,6 +56,7 @@ def tune(
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
+    from trtpipe.engines.errors import Ended
     from trtpipe.pipeline.tune import page
     from trtpipe.pipeline.tune.search import search
     from trtpipe.pipeline.tune.study import RECIPE_NAME
@@ -76,7 +77,7 @@ def tune(
                 study.state = "undecided"
         else:
             study.state = "no answer"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Ended):
         study.winner = session.best_so_far()
         note(f"what was measured is in {study.folder}; the same command goes on from there")
         raise
@@ -336,7 +337,7 @@ class _Session:
             searched_s = time.monotonic() - asked
             tail_s = max(0.0, searched_s / max(1, len(report.results)) - point_s)
         if report.interrupted:
-            raise KeyboardInterrupt
+            raise report.interruption()
         if report.broken is not None:
             raise report.broken
         file = folder / f"round{number + 1}.{repeat + 1}.json"

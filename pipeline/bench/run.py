@@ -52,7 +52,7 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     loop = uvloop.new_event_loop()
 
     def interrupt(number: int, frame: object) -> None:
-        report.interrupted = True
+        report.interrupted, report.ended_by = True, number
         if not loop.is_closed():
             loop.call_soon_threadsafe(session.interrupt)
 

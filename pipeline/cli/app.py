@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from trtpipe import __version__
+from trtpipe.engines.errors import Ended
 from trtpipe.pipeline.cli import (
     bench,
     build,
@@ -148,10 +149,6 @@ def make_app(only: str | None = None) -> typer.Typer:
 
 
 app = make_app()
-
-
-class Ended(SystemExit):
-    """The command is told to end by a signal."""
 
 
 def handle_signals() -> None:

@@ -312,7 +312,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         measured = measure(options, served, progress, console.note)
     if measured.interrupted and not any(result.requests["measured"] for result in measured.results):
         console.note("nothing was measured: no report is written")
-        raise KeyboardInterrupt
+        raise measured.interruption()
     # Imported after the load, so that the first request does not wait for it and the load has the memory.
     from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
@@ -331,7 +331,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         console.result(f"report: {place}", f"page: {page}")
     gc.freeze()  # the process ends, and its last collection would take a tenth of a second
     if measured.interrupted:
-        raise KeyboardInterrupt
+        raise measured.interruption()
     refusal = summary.refusal(measured, place)
     if refusal is not None:
         raise refusal

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.errors import Ended, TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
@@ -108,6 +109,7 @@ class BenchReport:
     repository_sha256  content digest of the model repository that is served
     work_sha256  digests of the files that the work is made from
     records  records of each result, in the order of the results
+    ended_by the signal that interrupted it
     broken   why the load points after those of `results` were not measured: the server died, for example
     unread_metrics  why metrics pages could not be read, by address
     """
@@ -124,6 +126,7 @@ class BenchReport:
     repository_sha256: str | None = None
     finished: str = ""
     interrupted: bool = False
+    ended_by: int = signal.SIGINT
     endpoints: list[dict[str, Any]] = field(default_factory=list)
     results: list[LoadPointResult] = field(default_factory=list)
     records: list[Records] = field(default_factory=list)
@@ -134,6 +137,10 @@ class BenchReport:
     @property
     def partial(self) -> bool:
         return self.interrupted or self.broken is not None or any(result.stopped for result in self.results)
+
+    def interruption(self) -> BaseException:
+        """What the caller of an interrupted run raises in the end, as the signal would have."""
+        return KeyboardInterrupt() if self.ended_by == signal.SIGINT else Ended(128 + self.ended_by)
 
     @property
     def valid(self) -> bool:

@@ -15,7 +15,7 @@ from trtpipe.pipeline.prove.proof import Lane, Proof
 
 
 def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = SimpleNamespace(interrupted=True, broken=None, results=[])
+    report = SimpleNamespace(interrupted=True, interruption=KeyboardInterrupt, broken=None, results=[])
     monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext())
     monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, **more: report)
     monkeypatch.setattr(prove, "_planned", lambda *given: {})

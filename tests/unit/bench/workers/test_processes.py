@@ -144,13 +144,14 @@ def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:
     return look
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("ending", "status"), [(signal.SIGINT, "KeyboardInterrupt()"), (signal.SIGTERM, "Ended(143)")])
 def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
-    known: MockServerProcess, tokenizer: Path, ending: signal.Signals
+    known: MockServerProcess, tokenizer: Path, ending: signal.Signals, status: str
 ) -> None:
     interrupt = once_under_way(lambda: os.kill(os.getpid(), ending))
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=60.0)), None, interrupt)
     assert report.interrupted
+    assert repr(report.interruption()) == status
     assert report.results[0].interrupted
     assert report.results[0].requests["cut"] > 0
     assert len(report.records[0]) > 0
