@@ -255,7 +255,8 @@ def starting(store: Store, name: str) -> Iterator[None]:
 def remember(store: Store, server: Server) -> None:
     path = store.home / "servers" / f"{server.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n")  # `running` drops what it cannot read
+    # `running` drops what it cannot read.
+    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n", mode=0o600)
 
 
 def bury(store: Store, server: Server, why: str) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -36,25 +37,28 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically; a file with that content already is left alone. Raises OSError."""
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write `text` to `path` atomically; a file with that content already is left alone. `mode` is that of a new file,
+    which the umask narrows. Raises OSError."""
     data = text.encode("utf-8")
     with contextlib.suppress(OSError, ValueError):
         if read_bounded(path, len(data)) == data:
             return
-    write_together({path: text})
+    write_together({path: text}, mode=mode)
 
 
-def write_together(texts: Mapping[Path, str]) -> None:
+def write_together(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
     """Write several files, each atomically, once all of their content is on disk. Raises OSError, and UsageError as
     `require_replaceable`."""
     for path in texts:
         require_replaceable(path)
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    opener = functools.partial(os.open, mode=mode)
     path = Path()
     try:
         for path, text in texts.items():
-            partial[path].write_text(text, encoding="utf-8")
+            with open(partial[path], "w", encoding="utf-8", opener=opener) as file:
+                file.write(text)
             sync(partial[path])
         for path in texts:
             partial[path].replace(path)
