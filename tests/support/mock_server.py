@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import httpx
@@ -19,12 +19,7 @@ from trtpipe.pipeline.bench.mock_server.server import MockServer
 from trtpipe.pipeline.net.h2 import frames, triton
 
 MS = 1_000_000
-T = TypeVar("T")
 SILENCE_S = 0.3
-
-
-def run(scenario: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 class Wire(asyncio.Transport):

@@ -13,7 +13,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.support.mock_server import MS, Bench, asked, come, grpc_client, http_client, infer, post, run, serving
+from tests.support.h2 import run
+from tests.support.mock_server import MS, Bench, asked, come, grpc_client, http_client, infer, post, serving
 from trtpipe.pipeline.bench.mock_server.http import HttpLink
 from trtpipe.pipeline.bench.mock_server.script import Truth
 from trtpipe.pipeline.bench.mock_server.server import MockServer

@@ -11,7 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from tests.support.mock_server import SILENCE_S, grpc_client, http_client, infer, run, serving
+from tests.support.h2 import run
+from tests.support.mock_server import SILENCE_S, grpc_client, http_client, infer, serving
 from trtpipe.pipeline.bench.mock_server.script import FAULTS, Script, Then, Truth, script_of
 from trtpipe.pipeline.bench.mock_server.server import MockServer
 from trtpipe.pipeline.net.h2 import triton

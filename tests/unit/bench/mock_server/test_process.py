@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.mock_server import MS, Bench, asked, come, post, run, serving
+from tests.support.h2 import run
+from tests.support.mock_server import MS, Bench, asked, come, post, serving
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
