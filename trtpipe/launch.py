@@ -59,14 +59,23 @@ def end_with(parent: int) -> None:
 
     So a thread that starts a process outlives it. Only Linux can do this.
     """
-    if sys.platform != "linux":
-        return
-    import ctypes
     import signal
 
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    _at_parents_end(signal.SIGTERM)
     if os.getppid() != parent:  # it ended before
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def outlive_parent() -> None:
+    """Take `end_with` back."""
+    _at_parents_end(0)
+
+
+def _at_parents_end(number: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 class _OwnPackage:

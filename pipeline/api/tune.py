@@ -56,16 +56,28 @@ def tune(
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
+    from trtpipe.configs.home import default_home
+    from trtpipe.engines.errors import HostError
+    from trtpipe.pipeline.store.store import Store
+
+    # Measurements of two searches would be of each other's work too.
+    other = HostError("another `trtpipe tune` runs on this machine", remedy="wait until it has ended")
+    with Store(default_home()).alone("tune", other):
+        session = _Session(
+            str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
+            lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price,
+            note=note, progress=progress,
+        )  # fmt: skip
+        return _search(session, note)
+
+
+def _search(session: _Session, note: Callable[[str], None]) -> Study:
+    """Measure the session's candidates, and write what was found."""
     from trtpipe.engines.errors import Ended
     from trtpipe.pipeline.tune import page
     from trtpipe.pipeline.tune.search import search
     from trtpipe.pipeline.tune.study import RECIPE_NAME
 
-    session = _Session(
-        str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
-        lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price, note=note,
-        progress=progress,
-    )  # fmt: skip
     study = session.study
     try:
         winner = search(session.candidates, session.score, session.time_for)

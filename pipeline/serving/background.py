@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from trtpipe.launch import end_with, outlive_parent
+
 Ready = Callable[[Path], None]
 
 
@@ -15,15 +17,17 @@ def run(work: Callable[[Ready], None]) -> int | None:
     """Call `work(ready)` in a child process. The child returns None when `work` has returned. This process returns 0 as
     soon as the child has called `ready(log)`, or the exit status of a child that ended before.
 
-    Until `ready` the child shares the terminal and its Ctrl-C; from then on it has a session of its own, and its
-    output is appended to `log`.
+    Until `ready` the child shares the terminal and its Ctrl-C, and gets SIGTERM where this process is killed; from then
+    on it has a session of its own, and its output is appended to `log`.
     """
+    parent = os.getpid()
     told, tell = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
         os.close(told)
+        end_with(parent)
         work(lambda log: _leave(log, tell))
         return None
     os.close(tell)
@@ -44,6 +48,7 @@ def _leave(log: Path, tell: int) -> None:
     """Leave the terminal, then let the parent return."""
     sys.stdout.flush()
     sys.stderr.flush()
+    outlive_parent()
     os.setsid()
     for stream, path, mode in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY), (2, log, os.O_WRONLY)):
         descriptor = os.open(path, mode | os.O_APPEND | os.O_CREAT, 0o600)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -230,26 +229,13 @@ def none_running(store: Store, name: str | None) -> UsageError:
     )
 
 
-@contextlib.contextmanager
-def starting(store: Store, name: str) -> Iterator[None]:
+def starting(store: Store, name: str) -> AbstractContextManager[None]:
     """Hold the server's name while it is started. Raises HostError while another command does: the two would replace
     each other's files."""
-    folder = store.home / "servers" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise HostError(
-                f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"
-            ) from None
-        yield
-    finally:
-        os.close(file)
-        with contextlib.suppress(OSError):  # neither is empty once a server has been laid out
-            folder.rmdir()
-            folder.parent.rmdir()
+    return store.alone(
+        f"serve-{name}",
+        HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"),
+    )
 
 
 def remember(store: Store, server: Server) -> None:

@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.store.digests import Digests, combined
 from trtpipe.pipeline.store.folders import sync
 from trtpipe.pipeline.store.manifest import FileRecord, Manifest, Origin, Record, read_manifest
@@ -131,7 +132,7 @@ class Store:
     @contextlib.contextmanager
     def locked(self, record: Record, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Lock of an artefact: one process makes it, the others wait (`waiting` is called once) and then find it."""
-        lock = self._lock(record.stage, record.key[:KEY_DIGITS])
+        lock = self._lock(f"{record.stage}-{record.key[:KEY_DIGITS]}")
         try:
             lock.acquire(timeout=0)
         except TimeoutError:
@@ -142,8 +143,21 @@ class Store:
         finally:
             lock.release()
 
-    def _lock(self, stage: str, digits: str) -> FileLock:
-        path = self.home / "locks" / f"{stage}-{digits}.lock"
+    @contextlib.contextmanager
+    def alone(self, name: str, refusal: HostError) -> Iterator[None]:
+        """Hold a name against other commands of this store. Raises `refusal` while another command holds it."""
+        lock = self._lock(name)
+        try:
+            lock.acquire(timeout=0)
+        except TimeoutError:
+            raise refusal from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _lock(self, name: str) -> FileLock:
+        path = self.home / "locks" / f"{name}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         from filelock import FileLock  # here: it loads asyncio, which takes longer than to find a server
 
@@ -222,7 +236,7 @@ class Store:
         return self._busy(stage, digits)
 
     def _busy(self, stage: str, digits: str) -> bool:
-        lock = self._lock(stage, digits)
+        lock = self._lock(f"{stage}-{digits}")
         try:
             lock.acquire(timeout=0)
         except TimeoutError:

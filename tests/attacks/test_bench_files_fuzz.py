@@ -25,9 +25,9 @@ from tests.attacks.fuzzing import _cause
 from tests.attacks.mutations import PLACES, mutate, mutate_bytes, mutate_yaml, replace
 from tests.attacks.running import LIMIT_BYTES, LIMIT_S, Outcome, read_here
 from tests.support import bench_reports
+from tests.support.h2 import Bench
 from tests.support.paths import DATA
 from tests.support.wires import Wire
-from tests.unit.net.test_h2 import Bench
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.load.arrivals import schedule
 from trtpipe.pipeline.bench.load.files import find_load

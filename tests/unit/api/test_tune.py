@@ -11,7 +11,9 @@ import pytest
 
 import trtpipe
 from tests.support.factories import hf_folder
+from trtpipe.configs.home import default_home
 from trtpipe.pipeline.api import tune as module
+from trtpipe.pipeline.store.store import Store
 from trtpipe.pipeline.tune.candidates import Candidate
 from trtpipe.pipeline.tune.study import Point, Run
 
@@ -249,3 +251,15 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_served(
         call(**given)
     assert not machine.measured
     assert not Path("runs", target, "tune").exists()
+
+
+def test_one_search_at_a_time(machine: Machine, target: str) -> None:
+    """Each would measure the other's work too."""
+    with (
+        Store(default_home()).alone("tune", trtpipe.HostError("unused")),
+        pytest.raises(trtpipe.HostError, match="another `trtpipe tune` runs on this machine; wait until it has ended"),
+    ):
+        trtpipe.tune(target, SLO)
+    assert not machine.measured
+    trtpipe.tune(target, SLO, minutes=1)
+    assert machine.measured

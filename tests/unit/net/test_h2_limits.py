@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.h2 import Bench
 from tests.support.wires import HEAD, TAIL, prefixed
-from tests.unit.net.test_h2 import Bench
 from trtpipe.pipeline.net.h2 import frames
 from trtpipe.pipeline.net.h2.frames import frame
 from trtpipe.pipeline.net.h2.status import Code, Status

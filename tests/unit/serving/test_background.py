@@ -79,6 +79,18 @@ def test_one_that_fails_before_has_its_status(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (5, "begins\n")
 
 
+def test_whoever_is_killed_before_takes_the_work_along(tmp_path: Path) -> None:
+    """As a script that gives up waiting does with what it started."""
+    process = subprocess.Popen(command(tmp_path / "log", "waits"), stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "log.waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGKILL, "begins\nleaves\n")
+
+
 @pytest.mark.parametrize(("end", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
 def test_until_then_ctrl_c_is_for_both_and_sigterm_is_passed_on(tmp_path: Path, end: Any, number: int) -> None:
     process = subprocess.Popen(

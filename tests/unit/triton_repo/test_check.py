@@ -1,17 +1,14 @@
-"""The static check of model repositories: sound ones of every release pass, each single fault is named by its rule."""
+"""The check of model repositories: sound ones of every release pass, each single fault is named by its rule."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +18,6 @@ from tests.support.repository_changes import (
     H100,
     PYTHON_RUNTIME,
     Change,
-    adds,
     both,
     drop,
     edit,
@@ -33,46 +29,16 @@ from tests.support.repository_changes import (
     remove,
     rendered,
     replace_all,
-    says,
     tensor,
     untensor,
     world,
     write,
 )
-from tests.support.triton_repositories import MODEL_YAML, SCRIPT, Repository, inflight, llmapi
+from tests.support.repository_faults import RELEASES, expect, looked_into, told
+from tests.support.triton_repositories import SCRIPT, Repository, inflight
 from trtpipe.configs.facts import find_toolchain
-from trtpipe.triton_repo.check import (
-    ERROR,
-    RULES,
-    WARNING,
-    Fault,
-    RepositoryError,
-    check_configs,
-    check_repository,
-    facts,
-)
-from trtpipe.triton_repo.check.release import Release, release_key
+from trtpipe.triton_repo.check import RULES, WARNING, RepositoryError, check_configs, check_repository
 from trtpipe.triton_repo.combine import link_models
-
-RELEASES = ("0.9.0", "0.10.0", "0.12.0", "0.15.0", "0.16.0", "0.18.2", "0.19.0", "0.20.0", "0.21.0", "1.0.0", "1.2.1")
-
-
-def looked_into(faults: Sequence[Fault]) -> list[Fault]:
-    """Without the paths of a container or of the hub."""
-    return [fault for fault in faults if fault.rule != "not-here"]
-
-
-def told(faults: Sequence[Fault]) -> str:
-    return "\n".join(f"{fault.severity} [{fault.rule}] {fault}" for fault in faults)
-
-
-def expect(repository: Repository, rule: str, severity: str = ERROR, **asked: Any) -> Fault:
-    """Exactly one fault, of that rule."""
-    faults = looked_into(check_repository(repository.path, **asked))
-    assert [(fault.rule, fault.severity) for fault in faults] == [(rule, severity)], told(faults)
-    assert rule in RULES
-    return faults[0]
-
 
 ALL = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls")
 OTHER_TOKENIZER = {"model": {"vocab": {"</s>": 0, **{str(number): number for number in range(1, 300)}}}}
@@ -593,10 +559,11 @@ def test_the_tables_are_long_and_every_rule_is_somewhere() -> None:
     assert len(WRONG) >= 80
     assert len(HARMLESS) >= 40
     assert len({case[0] for case in WRONG}) > len(WRONG) - 5
-    covered = {case[2] for case in [*WRONG, *LLMAPI_WRONG]} | set().union(*SEVERAL.values())
+    covered = {case[2] for case in WRONG} | set().union(*SEVERAL.values())
     elsewhere = {"no-models", "engine-gpu", "engine-release", "release-runtime", "passport", "shared-gpu", "not-here",
                  "template-release", "model-code", "engine-file", "script-environment", "warmup",
-                 "value-space"}  # fmt: skip
+                 "value-space", "llmapi-settings", "llmapi-argument", "llmapi-model", "llmapi-policy",
+                 "instances"}  # fmt: skip
     assert set(RULES) == covered - {None} | elsewhere
 
 
@@ -634,156 +601,6 @@ def test_our_scripts_are_stricter_than_the_templates(tmp_path: Path) -> None:
     repository = rendered(tmp_path)
     repository.parameter("preprocessing", "add_special_tokens", "yes")
     assert expect(repository, "boolean-value").why == "the script refuses it"
-
-
-# fmt: off
-LLMAPI_WRONG: list[tuple[Any, ...]] = [
-    ("no settings", remove("tensorrt_llm/1/model.yaml"), "llmapi-settings"),
-    ("no YAML", write("tensorrt_llm/1/model.yaml", "model: [\n"), "llmapi-settings"),
-    ("no mapping", write("tensorrt_llm/1/model.yaml", "- model\n"), "llmapi-settings"),
-    ("no section", write("tensorrt_llm/1/model.yaml", MODEL_YAML.partition("triton_config")[0]), "llmapi-settings"),
-    ("no policy", says("  decoupled: False\n", ""), "llmapi-settings"),
-    ("policy as text", says("decoupled: False", 'decoupled: "False"'), "llmapi-settings"),
-    ("misspelt period", adds("  cancelation_check_period_ms: 50\n"), "llmapi-settings"),
-    ("batch of words", says("max_batch_size: 0", "max_batch_size: many"), "llmapi-argument"),
-    ("processor", adds("logits_post_processors:\n  ban: mymodule\n"), "llmapi-settings"),
-    ("misspelt argument", says("tensor_parallel_size", "tensor_parallel"), "llmapi-argument"),
-    ("nobody's argument", adds("colour: blue\n"), "llmapi-argument", WARNING),
-    ("misspelt inside", says("free_gpu_memory_fraction", "free_gpu_mem_fraction"), "llmapi-argument"),
-    ("share", says("fraction: 0.9", "fraction: 90"), "llmapi-argument"),
-    ("words for a size", says("tensor_parallel_size: 1", "tensor_parallel_size: two"), "llmapi-argument"),
-    ("no ranks", says("tensor_parallel_size: 1", "tensor_parallel_size: 0"), "llmapi-argument"),
-    ("list for a mapping", says("kv_cache_config:\n  free_gpu_memory_fraction: 0.9", "kv_cache_config: [0.9]"),
-     "llmapi-argument"),
-    ("backend", says('"pytorch"', '"torch"'), "llmapi-argument"),
-    ("no model", says("model: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n", ""), "llmapi-model"),
-    ("model elsewhere", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "./models/llama"), "llmapi-model"),
-    ("model not in the repository", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tensorrt_llm/2"), "llmapi-model"),
-    ("an engine", both(says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tensorrt_llm/1/engine"),
-                       write("tensorrt_llm/1/engine/config.json", "{}"),
-                       write("tensorrt_llm/1/engine/rank0.engine", "")), "llmapi-model"),
-    ("unfilled", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "${model}"), "placeholder"),
-    ("other policy", edit("tensorrt_llm", 'backend: "python"', 'backend: "python"\nmodel_transaction_policy { '
-                          "decoupled: true }"), "llmapi-policy"),
-    ("larger batch", edit("tensorrt_llm", 'backend: "python"', 'backend: "python"\nmax_batch_size: 64'),
-     "llmapi-policy"),
-    ("two instances", edit("tensorrt_llm", "count: 1", "count: 2"), "instances"),
-    ("one list", both(edit("tensorrt_llm", "count: 1", "count: 2"), param("gpu_device_ids", "0")), "gpu-ids"),
-    ("no helpers", remove("tensorrt_llm/1/helpers.py"), "script-import"),
-    ("no text", untensor("text_input"), "missing-tensor"),
-    ("type", tensor("sampling_param_top_k", "TYPE_INT32", "TYPE_FP32"), "tensor-type"),
-    ("misspelt tensor", edit("tensorrt_llm", 'name: "sampling_param_top_p"', 'name: "sampling_param_topp"'),
-     "unknown-tensor"),
-]
-LLMAPI_RIGHT: list[tuple[str, Change]] = [
-    ("as it is", adds("")),
-    ("streaming", says("decoupled: False", "decoupled: true")),
-    ("both", both(says("decoupled: False", "decoupled: true"),
-                  edit("tensorrt_llm", 'backend: "python"', 'backend: "python"\nmodel_transaction_policy { '
-                       "decoupled: true }"))),
-    ("instances", both(edit("tensorrt_llm", "count: 1", "count: 2"), param("gpu_device_ids", "0;1"))),
-    ("more", adds("  cancellation_check_period_ms: 50\nmax_batch_size: 64\ncuda_graph_config: {}\n"
-                  "speculative_config:\n  decoding_type: NGram\n")),
-    ("container's model", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "/models/llama")),
-    ("settings elsewhere", move("tensorrt_llm/1/model.yaml", "tensorrt_llm/1/llama.yaml")),
-    ("quoted number", says("tensor_parallel_size: 1", 'tensor_parallel_size: "1"')),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("case", LLMAPI_WRONG, ids=lambda case: case[0])
-def test_an_llm_api_model_is_looked_into(tmp_path: Path, case: tuple[Any, ...]) -> None:
-    repository = llmapi(tmp_path / "models")
-    _, change, rule, *severity = case
-    change(repository)
-    expect(repository, rule, *severity)
-
-
-@pytest.mark.parametrize(("name", "change"), LLMAPI_RIGHT, ids=[name for name, _ in LLMAPI_RIGHT])
-def test_a_sound_llm_api_model_is_left_alone(tmp_path: Path, name: str, change: Change) -> None:
-    repository = llmapi(tmp_path / "models")
-    change(repository)
-    faults = check_repository(repository.path, toolchain=find_toolchain("1.2.1"), gpus=[H100, H100])
-    assert told(looked_into(faults)) == ""
-
-
-def test_an_argument_is_taken_by_the_releases_that_have_it(tmp_path: Path) -> None:
-    repository = llmapi(tmp_path / "models", MODEL_YAML + "use_cuda_graph: true\ncolour: blue\n")
-    faults = looked_into(check_repository(repository.path, toolchain=find_toolchain("1.0.0")))
-    assert [(fault.rule, fault.where) for fault in faults] == [
-        ("llmapi-argument", "use_cuda_graph, line 13"),
-        ("llmapi-argument", "colour, line 14"),
-    ]
-    assert "0.21.0 was its last release" in str(faults[0])
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("sleep_config: {}", ""),
-        ("kv_cache_config:\n  disk_cache_size: 1024\n  use_kv_cache_manager_v2: auto", ""),
-        ("cuda_graph_config:\n  mode: decode\n  enable_padding: true", ""),
-        ("enable_sleep: true", "error llmapi-argument: 1.2.1 was its last release"),
-        ("kv_cache_config:\n  onboard_blocks: true", "error llmapi-argument: 1.2.1 was its last release"),
-        ("scheduler_config:\n  capacity_scheduler_policy: NO_EVICT", "error llmapi-argument: LLM refuses it"),
-        ("prefill_cuda_graph_backend: pieces", "error llmapi-argument: LLM refuses it"),
-        (
-            "num_serve_frontend: 2",
-            "error llmapi-argument: it refuses unknown ones; did you mean 'num_serve_frontends'?",
-        ),
-        # Candidates of 1.3 differ, so that an unknown argument may be one that came later.
-        ("colour: blue", "warning llmapi-argument: is none that LLM is known to take"),
-    ],
-)
-def test_the_arguments_of_the_first_release_without_engines(tmp_path: Path, line: str, told: str) -> None:
-    repository = llmapi(tmp_path / "models", f"{MODEL_YAML}{line}\n")
-    newest = find_toolchain("1.3")
-    faults = [one for one in check_repository(repository.path, toolchain=newest) if one.rule == "llmapi-argument"]
-    severity, _, words = told.partition(" llmapi-argument: ")
-    assert [one.severity for one in faults] == ([severity] if told else [])
-    assert all(words in str(one) for one in faults)
-    engines = inflight(tmp_path / "engines", "1.2.1")
-    assert "which TensorRT-LLM 1.3.0rc29 does not have" in expect(engines, "release-runtime", toolchain=newest).what
-
-
-def test_a_release_that_lacks_the_backend_is_named(tmp_path: Path) -> None:
-    engines = inflight(tmp_path / "engines", "1.2.1")
-    later = replace(find_toolchain("1.2.1"), runtimes=("trtllm_pytorch",))
-    assert "which TensorRT-LLM 1.2.1 does not have" in expect(engines, "release-runtime", toolchain=later).what
-    settings = llmapi(tmp_path / "settings")
-    expect(settings, "release-runtime", toolchain=replace(later, runtimes=("tensorrt_llm",)))
-
-
-def test_configurations_of_another_release_are_told_once(tmp_path: Path) -> None:
-    older = inflight(tmp_path / "older", "0.16.0")
-    older.engine("version", "1.2.1")
-    fault = expect(older, "template-release")
-    assert "is of TensorRT-LLM 0.19 or older, and the repository is served by TensorRT-LLM 1.2.1" in str(fault)
-    newer = inflight(tmp_path / "newer", "1.2.1")
-    newer.engine("version", "0.16.0")
-    fault = expect(newer, "template-release")
-    assert "is of TensorRT-LLM 0.20 or newer, and the repository is served by TensorRT-LLM 0.16.0" in str(fault)
-    asked = inflight(tmp_path / "asked", "0.16.0")
-    rules = {fault.rule for fault in check_repository(asked.path, toolchain=find_toolchain("1.2.1"))}
-    assert rules == {"template-release", "engine-release"}
-
-
-def test_what_a_release_does_not_know_yet_is_named(tmp_path: Path) -> None:
-    repository = inflight(tmp_path / "models", "0.16.0")
-    world(2)(repository)
-    repository.parameter("tensorrt_llm", "num_nodes", "2")
-    assert "does not read it: it came with 0.19.0" in str(expect(repository, "dead-parameter"))
-    repository.parameter("tensorrt_llm", "num_nodes", "1")
-    assert check_repository(repository.path) == []
-
-
-def test_static_batching_is_refused_by_the_releases_that_dropped_it(tmp_path: Path) -> None:
-    for release, severity in (("0.16.0", WARNING), ("0.21.0", ERROR)):
-        repository = inflight(tmp_path / release, release, batching_strategy="V1")
-        expect(repository, "static-batching", severity)
-    padded = inflight(tmp_path / "padded", "0.16.0", batching_strategy="V1")
-    padded.engine("build_config.plugin_config.remove_input_padding", False)
-    assert check_repository(padded.path) == []
 
 
 def test_an_engine_is_for_its_gpus(repository: Repository) -> None:
@@ -866,51 +683,6 @@ def test_packaging_stops_at_the_first_error_of_the_configurations(repository: Re
     assert str(repository.config("ensemble")) in str(caught.value)
 
 
-def test_releases_are_compared_by_their_numbers() -> None:
-    assert release_key("0.17.0.post1") == release_key("v0.17") == (0, 17, 0)
-    assert release_key("1.2.0rc3") == (1, 2, 0)
-    assert release_key("reference-1") is release_key(None) is None
-    known, guessed, unknown = Release(name="1.0.0"), Release(lowest=(0, 19, 0)), Release()
-    assert (known.lacks("1.1.0"), guessed.lacks("1.1.0"), unknown.lacks("1.1.0")) == (True, False, False)
-    assert (known.has_left("0.19.0"), guessed.has_left("0.19.0"), unknown.has_left("0.19.0")) == (True, False, False)
-    assert (known.reaches("1.0.0"), guessed.reaches("0.19.0"), unknown.reaches("0.9.0")) == (True, True, False)
-
-
-def test_facts_are_read_strictly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("parameters.yaml", "tensors.yaml", "llm_arguments.yaml"):
-        shutil.copy(facts.FOLDER / name, tmp_path)
-    monkeypatch.setattr(facts, "FOLDER", tmp_path)
-    for name, text, read, telling in (
-        ("parameters.yaml", "engine: {one: {kind: bool, defalt: 1}}", facts.parameters, "did you mean 'default'"),
-        ("parameters.yaml", "engine: {one: {kind: boolean}}", facts.parameters, "unknown kind 'boolean'"),
-        ("parameters.yaml", "engine: [one]", facts.parameters, "holds no rows"),
-        ("parameters.yaml", "[]", facts.parameters, "holds no sections"),
-        ("parameters.yaml", "engine: {one: 1}", facts.parameters, "one is not a mapping"),
-        ("tensors.yaml", "engine: {inputs: {}, output: {}}", facts.tensors, "did you mean 'outputs'"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(facts.FactsError, match=telling):
-            read.__wrapped__()
-
-
-def test_facts_cover_what_we_render() -> None:
-    from trtpipe.triton_repo import tensors as ours
-
-    known = facts.tensors()
-    for tensors, side in (
-        (ours.ENGINE_INPUTS, known["engine"].inputs),
-        (ours.ENGINE_OUTPUTS, known["engine"].outputs),
-        (ours.PREPROCESSING_INPUTS, known["preprocessing"].inputs),
-        (ours.PREPROCESSING_OUTPUTS, known["preprocessing"].outputs),
-        (ours.POSTPROCESSING_INPUTS, known["postprocessing"].inputs),
-        (ours.CLIENT_INPUTS, known["bls"].inputs),
-        (ours.CLIENT_OUTPUTS, known["bls"].outputs),
-    ):
-        for tensor_ in tensors:
-            assert tensor_.dtype.removeprefix("TYPE_") in side[tensor_.name].type, tensor_.name
-            assert tensor_.dims in side[tensor_.name].dims, tensor_.name
-
-
 FILES = [
     *(f"{model}/config.pbtxt" for model in ALL),
     *(f"{model}/1/model.py" for model in ALL if model != "ensemble"),
@@ -946,25 +718,3 @@ def test_damaged_files_are_faults_and_never_exceptions(
             assert "\n" not in str(fault)
     finally:
         path.write_bytes(before)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    settings_=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(["model", "backend", "triton_config", "decoupled", "kv_cache_config", "dtype", "x"]),
-                inner,
-            )
-        ),
-        max_leaves=12,
-    )
-)
-def test_any_settings_of_the_llm_api_are_faults_and_never_exceptions(
-    tmp_path_factory: pytest.TempPathFactory, settings_: Any
-) -> None:
-    repository = llmapi(tmp_path_factory.mktemp("llmapi") / "models", yaml.safe_dump(settings_))
-    for fault in check_repository(repository.path, gpus=[], toolchain=find_toolchain(None)):
-        assert fault.rule in RULES

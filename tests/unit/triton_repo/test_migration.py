@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.repository_changes import Change, both, edit, engine, param, params, rendered
+from tests.support.repository_faults import RELEASES
 from tests.support.triton_repositories import Repository, inflight, llmapi
-from tests.unit.triton_repo.test_check import RELEASES
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
