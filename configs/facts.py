@@ -32,6 +32,8 @@ DEFAULT_TOOLCHAIN = "1.2.1"
 
 # OWNER/NAME of a Hugging Face repository; other forms of a missing path do not match.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Name of a model that names a target, which is a folder and a tag of an OCI registry.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,95}")
 HUB_ADDRESS = re.compile(rf"https?://(?:huggingface\.co|hf\.co)/({HUB_ID.pattern})")
 
 
@@ -246,6 +248,12 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
                 remedy="check the path, or take a name of `trtpipe models`",
             )
         raise UsageError(f"unknown model '{name}'", remedy=suggestion(name, names))
+    if not NAME.fullmatch(short):
+        raise UsageError(
+            f"no target can be named after '{short}'",
+            why="Triton does not start from a path with other characters, and no registry takes them",
+            remedy=f"rename {name}, or make a link to it, with a name of letters, digits, '.', '_', '+' and '-'",
+        )
     if source is not None and source != chosen.kind:
         raise UsageError(f"--source {source} does not apply to '{name}'", why=f"it is a {chosen.kind} source itself")
     if revision is not None:

@@ -69,18 +69,18 @@ def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeEr
 
     check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
     try:
+        plain = json.dumps(data, default=_path, allow_nan=False)
         # JSON mode is strict about types but accepts a list for a tuple and a string for an enum.
-        return typing.cast(
-            _T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data, default=_path), strict=True)
-        )
+        return typing.cast(_T, _adapter(typing.cast(Any, cls)).validate_json(plain, strict=True))
     except pydantic.ValidationError as invalid:
         first = invalid.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         # Of a field that is missing, the input is the whole mapping.
         got = "" if isinstance(first["input"], (dict, list)) else f", got {json.dumps(first['input'])}"
         raise error(f"{where}: {key or 'value'}", why=first["msg"] + got) from None
-    except (TypeError, ValueError) as unsaid:  # valid YAML that is not JSON: a date, a set, or a recursive anchor
-        raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
+    except (TypeError, ValueError) as unsaid:  # valid YAML that is not JSON: a date, a set, .nan, or a recursive anchor
+        remedy = "quote it, or give a finite number"
+        raise error(f"{where}: a value is not plain", why=str(unsaid), remedy=remedy) from None
 
 
 def _path(value: Any) -> str:

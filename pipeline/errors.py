@@ -82,6 +82,26 @@ def _denied(error: BaseException) -> HostError:
     return HostError(f"{_named(error)}{reason}", remedy=_place(error))
 
 
+def _bad_certificates(error: BaseException) -> str:
+    """Why the certificates of SSL_CERT_FILE cannot be read, where that may be what failed: the error names no file."""
+    file = os.environ.get("SSL_CERT_FILE")
+    if not file or _path(error) is not None:
+        return ""
+    import ssl
+
+    try:
+        ssl.create_default_context(cafile=file)
+    except OSError as unread:  # ssl.SSLError as well
+        return str(getattr(unread, "reason", None) or unread.strerror or unread)
+    return ""
+
+
+def _proxies() -> list[str]:
+    """Variables that name a proxy."""
+    known = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+    return [name for one in known for name in (one, one.lower()) if os.environ.get(name)]
+
+
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
 STATE = (
     errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
@@ -106,6 +126,15 @@ ROWS: tuple[_Row, ...] = (
     ),
     (
         OSError,
+        lambda error: bool(_bad_certificates(error)),
+        lambda error: HostError(
+            f"the certificates in {os.environ['SSL_CERT_FILE']} cannot be read",
+            why=_bad_certificates(error),
+            remedy="set SSL_CERT_FILE to a file of certificates in PEM, or unset it",
+        ),
+    ),
+    (
+        OSError,
         _errno(errno.EACCES, errno.EPERM, errno.EROFS),
         _denied,
     ),
@@ -124,6 +153,17 @@ ROWS: tuple[_Row, ...] = (
         lambda error: HostError(
             f"{_named(error)}{getattr(error, 'strerror', error)}",
             remedy="name another place" if getattr(error, "errno", None) in PLACE else "",
+        ),
+    ),
+    (
+        Exception,  # of httpx, for an address of another scheme, or SOCKS without the package for it
+        lambda error: (
+            isinstance(error, (ValueError, ImportError)) and "proxy" in str(error).lower() and bool(_proxies())
+        ),
+        lambda error: HostError(
+            f"{' or '.join(_proxies())} cannot be used",
+            why=str(error),
+            remedy="give http://HOST:PORT, or unset it",
         ),
     ),
     (

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from trtpipe.configs import facts
 from trtpipe.engines import load_backend
-from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.files import size_text
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
 from trtpipe.pipeline.cli.config import read_config
+from trtpipe.pipeline.errors import translate
 from trtpipe.pipeline.execution.executors import DockerExecutor, find_program
 from trtpipe.pipeline.execution.hardware import require_image, visible_gpus
 from trtpipe.pipeline.serving import engine_python, http_streams, triton_package
@@ -77,8 +78,11 @@ def _checked(subject: str, check: Callable[[], str]) -> Finding:
         return Finding(subject=subject, state="ok", detail=check())
     except HostError as error:
         return Finding(subject=subject, state="missing", detail=str(error))
-    except TrtpipeError as error:
-        return Finding(subject=subject, state="fault", detail=str(error))
+    except Exception as error:
+        ours = translate(error)
+        if ours is None:
+            raise
+        return Finding(subject=subject, state="fault", detail=str(ours))
 
 
 def _store(store: Store) -> str:

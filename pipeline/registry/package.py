@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtpipe import __version__
 from trtpipe.engines import load_backend
-from trtpipe.engines.errors import ArtefactRefused, InputDataError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
@@ -46,9 +47,16 @@ def describe(
     verify    hash every file again
     sign_key  private key (PEM) that signs the index's provenance
 
-    Raises UsageError for an unknown target, InputDataError for a missing artefact.
+    Raises UsageError for an unknown target and for a name that an index refuses, InputDataError for a missing artefact.
     """
+    from trtpipe.pipeline.registry.index_schema import NAME
+
     run = require_run(target)
+    if not re.fullmatch(NAME, run.path.name):
+        raise UsageError(
+            f"'{run.path.name}' cannot be the name of what is carried elsewhere",
+            remedy="build it from a folder or a link whose name has letters, digits, '.', '_', '+' and '-' alone",
+        )
     spec = run.spec()
     made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(spec) if stage.makes in wanted}
     if "engine" in made:

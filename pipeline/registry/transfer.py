@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.registry.base import Blob, Registry
 from trtpipe.pipeline.registry.export import Bundle
 from trtpipe.pipeline.registry.fetch import Counter, Fetch, damaged
-from trtpipe.pipeline.registry.index_schema import NAME
 from trtpipe.pipeline.registry.package import (
     Index,
     check_index,
@@ -88,8 +86,6 @@ def push(
 
     Every file is hashed first. Raises as `describe` and the registry do, and UsageError for an artefact it lacks.
     """
-    if not re.fullmatch(NAME, target):
-        raise UsageError(f"'{target}' cannot be a name in a registry", remedy="use letters, digits, '.', '_' and '-'")
     index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True, sign_key=sign_key)
     absent = [name for name in wanted or () if name not in made]
     if absent:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +104,35 @@ def test_the_machine_s_state_is_a_host_error(number: int) -> None:
     remedy = "" if number == errno.EIO else "; name another place"
     assert str(known) == f"x: {os.strerror(number)}{remedy}"
     assert str(translate(OSError(number, os.strerror(number)))) == f"{os.strerror(number)}{remedy}"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "No such file or directory"), (b"noise", "NO_CERTIFICATE_OR_CRL_FOUND")]
+)
+def test_certificates_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, why: str
+) -> None:
+    """Neither error of ssl names the file."""
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    with pytest.raises((FileNotFoundError, ssl.SSLError)) as caught:
+        httpx.Client()
+    told = translate(caught.value)
+    assert isinstance(told, HostError)
+    assert str(told).startswith(f"the certificates in {file} cannot be read: {why}; set SSL_CERT_FILE")
+    assert "certificates" not in str(translate(OSError(errno.ENOENT, "No such file or directory", "x")))
+
+
+@pytest.mark.parametrize("address", ["nonsense://", "socks5://127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", address)
+    with pytest.raises((ValueError, ImportError)) as caught:
+        httpx.Client()
+    told = translate(caught.value)
+    assert isinstance(told, HostError)
+    assert str(told).startswith("HTTPS_PROXY cannot be used: ")
 
 
 def test_a_link_to_itself_is_no_defect_of_ours(tmp_path: Path) -> None:

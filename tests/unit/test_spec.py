@@ -301,7 +301,8 @@ def test_a_mistake_in_a_recipe_names_the_file(recipe: dict[str, Any], message: s
         (["build.max_batch_size=many"], '--set: build: max_batch_size: Input should be a valid integer, got "many"'),
         (
             ["build.max_batch_size=2024-01-01"],
-            "--set: build: a value is not plain: Object of type date is not JSON serializable; quote it",
+            "--set: build: a value is not plain: Object of type date is not JSON serializable; "
+            "quote it, or give a finite number",
         ),
         (
             ["build.max_batch_size"],

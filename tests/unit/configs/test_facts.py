@@ -182,8 +182,16 @@ def test_no_two_files_claim_one_name() -> None:
         (
             "gpus/h100.yaml",
             "product: NVIDIA-H100-80GB-HBM3",
+            "product: NVIDIA-H100-80GB-HBM3\nprice_per_hour: .nan",
+            "h100.yaml: a value is not plain: Out of range float values are not JSON compliant; "
+            "quote it, or give a finite number",
+        ),
+        (
+            "gpus/h100.yaml",
+            "product: NVIDIA-H100-80GB-HBM3",
             "product: 2024-01-01",
-            "h100.yaml: a value is not plain: Object of type date is not JSON serializable; quote it",
+            "h100.yaml: a value is not plain: Object of type date is not JSON serializable; "
+            "quote it, or give a finite number",
         ),
     ],
 )
@@ -251,6 +259,16 @@ def test_a_model_is_a_name_or_alias_in_any_case() -> None:
     expected = HubSource(repo_id="meta-llama/Meta-Llama-3-8B-Instruct")
     for name in ("llama3-8b", "llama-3-8b-instruct", "LLaMA3-8B"):
         assert find(name) == ("llama3-8b", expected)
+
+
+@pytest.mark.parametrize("name", ["mein modell", "mödel", "it's", "-rf", "x" * 97])
+def test_a_folder_that_cannot_name_a_target_is_refused(tmp_path: Path, name: str) -> None:
+    """Triton does not start from it, and no registry takes it. A link with another name will do."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"no target can be named after '{name}'.*make a link to it"):
+        find(str(tmp_path / name))
+    (tmp_path / "model_1.0+b").symlink_to(tmp_path / name)
+    assert find(str(tmp_path / "model_1.0+b"))[0] == "model_1.0+b"
 
 
 def test_source_and_revision_choose_among_a_model_s_sources() -> None:

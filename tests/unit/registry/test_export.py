@@ -73,6 +73,15 @@ def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store]
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_a_name_that_an_index_refuses_is_not_exported(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+    """As of targets that were built before such names were refused."""
+    spec, store = made
+    Path("runs", spec.target).rename(Path("runs", "a b"))
+    with pytest.raises(UsageError, match="'a b' cannot be the name of what is carried elsewhere"):
+        export.pack("a b", store, tmp_path / "x.tar")
+    assert not (tmp_path / "x.tar").exists()
+
+
 def test_an_export_holds_index_tokenizer_and_checkpoint(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     path = export.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)
