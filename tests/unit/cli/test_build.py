@@ -41,7 +41,7 @@ def test_plan_as_json(run: Run) -> None:
 
 
 def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
-    folder = in_folder / "[red]tiny[" / "x]:key:"  # markup, a closing tag and an emoji to rich
+    folder = in_folder / "[red]tiny[" / "x]:key:" / "tiny"  # markup, a closing tag and an emoji to rich
     done = run("settings", "--model", hf_folder(folder), "--gpu", "cpu")
     assert f"folder {folder}" in done.out.replace("\n", "")
     (folder / "config.json").unlink()
