@@ -241,8 +241,7 @@ def starting(store: Store, name: str) -> AbstractContextManager[None]:
 def remember(store: Store, server: Server) -> None:
     path = store.home / "servers" / f"{server.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # `running` drops what it cannot read.
-    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n", mode=0o600)
+    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n")  # `running` drops what it cannot read
 
 
 def bury(store: Store, server: Server, why: str) -> Server:

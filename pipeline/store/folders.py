@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import tempfile
@@ -37,28 +36,25 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write `text` to `path` atomically; a file with that content already is left alone. `mode` is that of a new file,
-    which the umask narrows. Raises OSError."""
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically; a file with that content already is left alone. Raises OSError."""
     data = text.encode("utf-8")
     with contextlib.suppress(OSError, ValueError):
         if read_bounded(path, len(data)) == data:
             return
-    write_together({path: text}, mode=mode)
+    write_together({path: text})
 
 
-def write_together(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
+def write_together(texts: Mapping[Path, str]) -> None:
     """Write several files, each atomically, once all of their content is on disk. Raises OSError, and UsageError as
     `require_replaceable`."""
     for path in texts:
         require_replaceable(path)
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
-    opener = functools.partial(os.open, mode=mode)
     path = Path()
     try:
         for path, text in texts.items():
-            with open(partial[path], "w", encoding="utf-8", opener=opener) as file:
-                file.write(text)
+            partial[path].write_text(text, encoding="utf-8")
             sync(partial[path])
         for path in texts:
             partial[path].replace(path)

@@ -127,10 +127,3 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     ends.set()
     reader.join()
     assert seen <= texts
-
-
-def test_a_file_may_be_its_users_alone(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    write_whole(path, "one", mode=0o600)
-    write_whole(path, "two", mode=0o600)
-    assert (path.read_text(), path.stat().st_mode & 0o777) == ("two", 0o600)
