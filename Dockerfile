@@ -35,9 +35,10 @@ FROM runtime AS bench
 COPY --from=builder /opt/venv /opt/venv
 
 FROM builder AS serve-builder
-# PyPI's torch brings CUDA, 5 GB: here is torch for a CPU.
+# PyPI's torch brings CUDA, 5 GB: here is torch for a CPU. XGrammar brings Triton's compiler, 1 GB, which needs a GPU.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve,traces]'
+RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve,traces]' \
+ && rm -r /opt/venv/lib/python3*/site-packages/triton
 
 FROM runtime AS serve
 COPY --from=serve-builder /opt/venv /opt/venv

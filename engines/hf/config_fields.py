@@ -27,7 +27,7 @@ class ConfigFields:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise InputDataError(f"{self.path}: {key} is {value!r}, not a positive whole number")
+            raise InputDataError(f"{self.path}: {key} is {value!r}, not a positive whole number below 2^31")
         if fault := excess(key, value):
             raise InputDataError(f"{self.path}: {fault}", remedy="download the model again")
         return value

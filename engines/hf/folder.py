@@ -81,7 +81,7 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
         )
     if architecture is None:
         raise UnknownModel(
-            f"{path} names no architecture", remedy="give a folder whose config.json has `architectures`"
+            f"{path} names no architecture", remedy="give a folder whose config.json has `architectures`, a list"
         )
     family = families().get(architecture)
     if family is None:

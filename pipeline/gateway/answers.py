@@ -67,15 +67,16 @@ class Answer(Response):
                 await self._begin()
                 await (self._stream(send) if self.order.stream else self._complete(send))
             except asyncio.CancelledError:
-                if not (self._gone or self._late):
-                    raise  # the server is being stopped
                 if hasattr(task, "uncancel"):
                     task.uncancel()
                 if self._gone:
                     status = 499
-                else:
+                elif self._late:
                     late = Failure(504, "the answer was not complete in time", code="timeout")
                     status = await self._fail(send, late)
+                else:
+                    why = "the gateway was told to end, and its time to drain is over"
+                    status = await self._fail(send, Failure(503, why, code="gateway_stopped", retry_after=1))
             except Failure as failure:
                 status = await self._fail(send, failure)
         finally:

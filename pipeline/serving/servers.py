@@ -134,14 +134,15 @@ def running(store: Store) -> list[Server]:
 
 def recorded(store: Store) -> list[Server]:
     """Servers started from this store that run, and those that ended by themselves, until the same is served again or
-    `stop` names it. Records that cannot be read are dropped."""
+    `stop` names it. Damaged records are dropped."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
             server = read_server(path)
         except (OSError, ValueError, InputDataError):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if os.access(path, os.R_OK):  # else it is another user's
+                with contextlib.suppress(OSError):
+                    path.unlink()
             continue
         if server.died is None and not server.alive and not watched(server):
             if server.gateway_pid is not None:

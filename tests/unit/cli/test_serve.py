@@ -382,6 +382,19 @@ def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytes
     assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]
 
 
+def test_a_record_that_another_user_alone_may_read_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    def unreadable(path: Path) -> None:
+        raise PermissionError
+
+    remember(store, "theirs")
+    monkeypatch.setattr(servers, "read_server", unreadable)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert running(store) == []
+    assert (store.home / "servers" / "theirs.json").is_file()
+
+
 def test_a_gateway_s_port_without_a_gateway_is_refused(run: Run) -> None:
     done = run("serve", "--no-openai", "--openai-port", "9100")
     assert done.status == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -72,9 +73,9 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOptions]]:
-    """A Triton, a service without gateways, its address, and options of a gateway for it."""
-    triton = Triton(saying(folder, TEXT, pause=0.05, cut=8))
+async def cluster(folder: Path, pause: float = 0.05) -> AsyncIterator[tuple[Service, str, GatewayOptions]]:
+    """A Triton that pauses after each response, a service without gateways, its address, and options of a gateway."""
+    triton = Triton(saying(folder, TEXT, pause=pause, cut=8))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, triton.server)
     port = triton.server.add_insecure_port("127.0.0.1:0")
     await triton.server.start()
@@ -112,6 +113,26 @@ def test_each_answer_of_a_gateway_that_lingers_ends_its_connection(folder: Path)
             return said
 
     assert run(scenario(), SECONDS) == [None, "close"]
+
+
+def test_what_a_gateway_does_not_finish_before_it_ends_is_told_so(folder: Path) -> None:
+    async def scenario() -> list[tuple[int, str]]:
+        async with cluster(folder, pause=60) as (_, _, options):
+            gateway = await asyncio.to_thread(Gateway.start, replace(options, linger_s=0, drain_s=1))
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+                asked = [
+                    asyncio.ensure_future(client.post(CHAT, json=chat(max_tokens=4000, stream=stream)))
+                    for stream in (False, True)
+                ]
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(gateway.stop)
+                answers = [await one for one in asked]
+            return [(one.status_code, one.text) for one in answers]
+
+    (status, whole), (streamed, text) = run(scenario(), SECONDS)
+    assert (status, streamed) == (503, 200)
+    assert json.loads(whole)["error"]["code"] == "gateway_stopped"
+    assert text.endswith('"code": "gateway_stopped"}}\n\ndata: [DONE]\n\n')
 
 
 @pytest.mark.slow
