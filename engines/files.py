@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,38 @@ class DiskFull(HostError):
         if variable is None:
             remedy = "free some space there, or change to a folder on another disk for runs and reports"
         super().__init__(what, why=why, remedy=remedy)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk or a quota is full, also one of a library or of a worker."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or FULL.search(str(error)) is not None
+
+
+@contextlib.contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Within it a full disk is told as that of `folder`, which the user has named for what is written. Raises
+    HostError."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise HostError(
+            f"the disk of {folder} is full",
+            why=f"{getattr(error, 'strerror', None) or FULL.findall(str(error))[0]}; "
+            f"{size_text(free_bytes(folder))} are free",
+            remedy="free some space there, or name another folder",
+        ) from None
+
+
+def reserve(file: int, size: int) -> None:
+    """Give an open file its size, and its blocks where the system can: what is written to it through memory then does
+    not end the process by SIGBUS on a full disk. Raises OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.truncate(file, size)
 
 
 def write_json(path: Path, value: Any) -> None:

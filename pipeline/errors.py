@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
-from trtpipe.engines.files import FULL, DiskFull, device, free_bytes
+from trtpipe.engines.files import DiskFull, device, free_bytes, is_full
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 
@@ -117,7 +117,7 @@ ROWS: tuple[_Row, ...] = (
     (
         # Libraries written in Rust wrap it in exceptions of their own.
         Exception,
-        lambda error: _errno(errno.ENOSPC, errno.EDQUOT)(error) or FULL.search(str(error)) is not None,
+        is_full,
         lambda error: DiskFull(
             f"{_named(error)}the disk is full",
             why=str(getattr(error, "strerror", error)),

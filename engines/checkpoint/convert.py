@@ -28,7 +28,7 @@ from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
-from trtpipe.engines.files import pwrite_all, write_json
+from trtpipe.engines.files import pwrite_all, reserve, write_json
 from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
@@ -156,7 +156,7 @@ def _create(path: Path, plans: list[TensorPlan], dtype: str, shares: dict[str, l
     stack.callback(os.close, file)
     size = sum(prod(plan.shape) * ITEMSIZE[stored] for plan, stored in typed)
     # Reserving the space first makes a full disk fail before the work, not after it.
-    os.posix_fallocate(file, 0, len(header) + size)
+    reserve(file, len(header) + size)
     pwrite_all(file, header, 0)
     for plan, stored in typed:
         position = offsets[plan.name]

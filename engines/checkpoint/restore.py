@@ -19,7 +19,7 @@ from trtpipe.engines.checkpoint.config import CheckpointError, read_config
 from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.families import family_of
-from trtpipe.engines.files import write_json
+from trtpipe.engines.files import reserve, write_json
 from trtpipe.engines.hf.folder import SINGLE_NAME, LocatedTensor, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
 from trtpipe.engines.model_config import CheckpointConfig
@@ -131,9 +131,10 @@ def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = 
     header, offsets = header_bytes((name, dtypes[name], shapes[name]) for name in wider_first)
     size = len(header) + sum(prod(shape) * ITEMSIZE[dtypes[name]] for name, shape in shapes.items())
     target = out / SINGLE_NAME
-    with target.open("wb") as file:
+    with target.open("w+b") as file:
         file.write(header)
-        file.truncate(size)
+        file.flush()
+        reserve(file.fileno(), size)
     total, done = sum(held.nbytes for held in pieces), 0
     for held in pieces:
         done += held.nbytes

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 
 from trtpipe.engines.checkpoint.plan import TensorPlan
-from trtpipe.engines.files import pwrite_all
+from trtpipe.engines.files import pwrite_all, reserve
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE
 
@@ -69,7 +69,7 @@ class Writer:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._stack.callback(os.close, file)
         # Reserving the space first makes a full disk fail before the work, not after it.
-        os.posix_fallocate(file, 0, len(header) + size)
+        reserve(file, len(header) + size)
         pwrite_all(file, header, 0)
         for plan, dtype in typed:
             position = offsets[plan.name]

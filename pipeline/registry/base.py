@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
-from trtpipe.engines.files import free_bytes, size_text
+from trtpipe.engines.files import is_full, naming_full_disk
 from trtpipe.engines.json_input import parse_json
 
 # Called with the number of bytes that have just been moved.
@@ -109,12 +108,9 @@ def translated(url: str) -> Iterator[None]:
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not remote:
-            raise HostError(
-                f"the disk of {url} is full",
-                why=f"{error.strerror}; {size_text(free_bytes(Path(url)))} are free",
-                remedy="free some space there, or name another folder",
-            ) from None
+        if is_full(error) and not remote:
+            with naming_full_disk(Path(url)):
+                raise
         remedy = "check its address and the network" if remote else "check its permissions, or name another folder"
         why = error.strerror or _words(error)
         raise HostError(f"{url} cannot be reached or written", why=why, remedy=remedy) from None

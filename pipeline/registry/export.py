@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.files import naming_full_disk
 from trtpipe.engines.json_input import open_regular, parse_json
 from trtpipe.pipeline.registry.fetch import Counter
 from trtpipe.pipeline.registry.package import (
@@ -69,7 +70,7 @@ def pack(
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0
     try:
-        with tarfile.open(partial, "w") as tar:
+        with naming_full_disk(out.parent), tarfile.open(partial, "w") as tar:
             text = (json.dumps(index, indent=2) + "\n").encode()
             tar.addfile(_member(INDEX, len(text)), io.BytesIO(text))
             for name, artefact in made.items():

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trtpipe.engines.errors import HostError, UsageError
+from trtpipe.engines.files import naming_full_disk
 from trtpipe.engines.json_input import read_bounded
 
 
@@ -25,7 +26,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        yield partial
+        with naming_full_disk(path.parent):
+            yield partial
         partial.chmod(0o755)  # mkdtemp's 0700 would keep other users out
         if path.exists():
             path.rmdir()

@@ -95,7 +95,7 @@ def test_one_is_loaded_anew_while_the_other_serves(both: Both, tmp_path: Path) -
     elsewhere = replace(both.cli, folder=tmp_path)  # the target is found in the folder in which it was served
     done = elsewhere.ok("reload", both.second, "--server", both.record["server"])
     assert done.out.count("\n") == 2
-    assert done.out.endswith(f"--target {both.first}\n")
+    assert done.out.endswith(f"--target {both.second}\n")
     log = Path(both.record["log"])
     engine = f"{both.second}.tensorrt_llm"
     deadline = time.monotonic() + 60

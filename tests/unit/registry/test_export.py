@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -17,7 +18,7 @@ import pytest
 
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
-from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.registry import export, transfer
 from trtpipe.pipeline.registry.address import open_registry
@@ -71,6 +72,18 @@ def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store]
     with pytest.raises(UsageError, match="pipe is not a regular file"):
         export.pack(spec.target, store, tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_full_disk_is_that_of_the_export(
+    made: tuple[BuildSpec, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    with pytest.raises(HostError, match=f"^the disk of {tmp_path} is full: .*or name another folder$"):
+        export.pack(made[0].target, made[1], tmp_path / "x.tar")
+    assert not list(tmp_path.glob("*x.tar*"))
 
 
 def test_a_name_that_an_index_refuses_is_not_exported(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
