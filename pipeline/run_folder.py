@@ -160,10 +160,13 @@ class RunFolder:
         """The artefact that a stage made last, such as the repository. Raises InputDataError when there is none."""
         link, gone = self.path / makes, self.broken(makes)
         if gone is not None:
+            remedy = f"set TRTPIPE_HOME to where the store is now, then {self.rebuild}, which reuses what is there"
+            if self.origins():  # a build would make anew what came from elsewhere
+                remedy = "move the store back, or pull or import the target again"
             raise InputDataError(
                 f"{self.path} has no {makes}",
                 why=f"its link points to {gone}, which is not there: the store was moved or removed",
-                remedy=f"set TRTPIPE_HOME to where the store is now, then {self.rebuild}, which reuses what is there",
+                remedy=remedy,
             )
         if not link.is_dir():
             raise InputDataError(

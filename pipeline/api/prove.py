@@ -43,6 +43,7 @@ def prove(
     dtype: str | Sequence[str] = (), toolchain: str | None = None, executor: str | None = None,
     set: Mapping[str, Any] | None = None, engine_python: str | Path | None = None,  # noqa: A002
     output: str | Path = "proof", note: Callable[[str], None] = log.info,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> Proof:  # fmt: skip
     """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
 
@@ -51,6 +52,7 @@ def prove(
     dtype     precisions; bf16 and every quantization recipe if left out
     set       any other setting of the builds by its dotted name; the engines are small if left out
     output    folder of proof.json, proof.html, and runs/ with the run folders of what is built
+    progress  called with the precision and the step that begins
 
     Greedy answers are compared with those of the reference runtime, which computes in PyTorch with the same quantized
     weights. A precision that fails is part of the report, with the end of its logs; the others are tried all the same.
@@ -90,7 +92,8 @@ def prove(
     lanes = []
     for name, spec in specs.items():
         note(f"{name}: {spec.target}")
-        lanes.append(_lane(name, spec, {**common, "dtype": name}, output / "runs", engine_python, note))
+        way = _Way(name, note, progress)
+        lanes.append(_lane(way, spec, {**common, "dtype": name}, output / "runs", engine_python))
     proof = Proof(
         version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
         model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
@@ -119,9 +122,10 @@ def this_gpu() -> str:
 class _Way:
     """The steps of one precision: after one that failed the others are left out."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, dtype: str, note: Callable[[str], None], progress: Callable[[str], None]) -> None:
+        self.dtype = dtype
         self.steps: list[Step] = []
-        self._note = note
+        self._note, self._progress = note, progress
         self._failed = ""
 
     def step(self, name: str, work: Callable[[], tuple[str, Any]]) -> Any:
@@ -131,6 +135,7 @@ class _Way:
         if self._failed:
             self.leave_out(name, f"{self._failed} failed")
             return None
+        self._progress(f"{self.dtype}: {name}")
         begun, since = time.monotonic(), time.time()
         try:
             told, value = work()
@@ -151,10 +156,7 @@ class _Way:
         self._note(f"  {name}: {state}: {told}")
 
 
-def _lane(
-    name: str, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | Path | None,
-    note: Callable[[str], None],
-) -> Lane:  # fmt: skip
+def _lane(way: _Way, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | Path | None) -> Lane:
     """`runs`: where the targets' run folders are made, so that none of ./runs is replaced."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build, settings
@@ -168,7 +170,6 @@ def _lane(
 
         return work
 
-    way = _Way(note)
     way.step("build", made(options, spec.target))
     served: tuple[list[list[int]], list[Speed]] | None = way.step(
         "serve", lambda: _served(spec, runs / spec.target, options["model"], engine_python)
@@ -182,7 +183,7 @@ def _lane(
     else:
         way.step("reference build", made(reference, target))
         way.step("reference text", lambda: _compared(served[0] if served else [], runs / target))
-    return Lane(dtype=name, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
+    return Lane(dtype=way.dtype, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 
 def _served(

@@ -42,17 +42,18 @@ def prove(
     """
     from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.prove import prove as run
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.layers import assignments
     from trtpipe.pipeline.prove.proof import HTML_NAME, JSON_NAME
 
-    proof = run(
-        model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
-        executor=executor, set=assignments(settings or []),
-        engine_python=engine_python or str(read_config().engine_python or "") or None, output=out,
-        note=console.note,
-    )  # fmt: skip
+    with console_progress.working("prove", announce=False) as work:
+        proof = run(
+            model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
+            executor=executor, set=assignments(settings or []),
+            engine_python=engine_python or str(read_config().engine_python or "") or None, output=out,
+            note=console.note, progress=work.step,
+        )  # fmt: skip
     if as_json:
         console.result_json(proof.to_json())
     else:

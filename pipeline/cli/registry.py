@@ -219,10 +219,9 @@ def verify_provenance(
         console.result_json({"verified": found.lines, "elsewhere": found.elsewhere})
         return
     console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
-    if found.elsewhere and told is None:
-        console.result(
-            f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
-        )
+    if found.elsewhere and not keys:
+        who = "whoever pushed them" if told is None else f"{told} alone"
+        console.result(f"not here, and told by {who}: {', '.join(found.elsewhere)}; a signed statement proves them")
 
 
 def _url(given: str | None) -> str:

@@ -32,7 +32,9 @@ class Found(NamedTuple):
 def find_repository(target: str | None) -> Found:
     """The repository to serve: of a target in ./runs, in a folder, or of the newest run. Raises UsageError."""
     if target is None:
-        runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
+        links = [link for run in RUNS.glob("*") if (link := run / "repository").is_symlink() or link.is_dir()]
+        # Those whose store has gone first, so that one of them is named only where there is no other.
+        runs = sorted(links, key=lambda link: (link.exists(), link.lstat().st_mtime))
         if not runs:
             raise UsageError(
                 "there is nothing to serve in ./runs", remedy="run `trtpipe build --recipe smollm2-cpu` first"

@@ -24,6 +24,7 @@ from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.runner import StageResult, execute, status
+from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.targets import list_targets
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
@@ -295,6 +296,8 @@ def test_after_the_store_has_moved_a_target_is_incomplete_until_a_build_links_to
         "removed; set TRTPIPE_HOME to where the store is now, then run `trtpipe build --recipe "
         "runs/tiny.cpu.fp32/plan.json`, which reuses what is there"
     )
+    with pytest.raises(InputDataError, match=r"^runs/tiny\.cpu\.fp32 has no repository: its link points to "):
+        find_repository(None)
     assert build(plan(model), moved) == dict.fromkeys(NAMES, REUSED)
     assert [one.state for one in list_targets(moved)] == ["complete"]
 

@@ -35,7 +35,10 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     assert f"engine: imported from {shelf}, not built here" in done.err
     assert done.out.endswith("next: trtpipe serve tiny.cpu.bf16\n")
     done = run("verify-provenance", "tiny.cpu.bf16", "--statement", str(told))
-    assert done.out.endswith("the digests of 5 artefacts hold together\n")
+    assert done.out.endswith(
+        "the digests of 5 artefacts hold together\n"
+        f"not here, and told by {told} alone: model, checkpoint; a signed statement proves them\n"
+    )
     done = run("verify-provenance", "tiny.cpu.bf16")
     assert done.out.endswith(
         "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"

@@ -136,6 +136,11 @@ def test_it_is_finished_where_neither_model_nor_store_is(
     stamps = {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()}
     assert export.unpack(path, elsewhere).artefacts == arrived.artefacts
     assert {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()} == stamps
+    # A build would make anew what came from elsewhere.
+    elsewhere.home.rename(tmp_path / "moved")
+    with pytest.raises(InputDataError, match=r"; move the store back, or pull or import the target again$"):
+        run.linked("checkpoint")
+    (tmp_path / "moved").rename(elsewhere.home)
 
     recorder = Recorder()
     with pytest.raises(GpuAbsent):
