@@ -138,7 +138,7 @@ class GatewayOptions:
     def upstream(self) -> tuple[str, int]:
         """Host and port of Triton's gRPC endpoint. Raises UsageError."""
         host, separator, port = self.grpc_url.removeprefix("grpc://").rstrip("/").rpartition(":")
-        if not separator or not host or "/" in host or not port.isdigit():
+        if not separator or not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise UsageError(f"'{self.grpc_url}' is not a gRPC address", remedy="give host:port, as localhost:8001")
         return host.strip("[]"), int(port)
 

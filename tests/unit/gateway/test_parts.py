@@ -36,6 +36,7 @@ def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path
         {"cors_origins": ("app.example",)},
         {"cors_origins": ("https://app.example/",)},
         {"grpc_url": "localhost"},
+        {"grpc_url": "localhost:70000"},
         {"grpc_url": "http://localhost:1/x"},
         {"tls_cert": None},
         {"workers": 0},
