@@ -208,7 +208,7 @@ def start_gateway_again(server: Server, store: Store, options: LaunchOptions) ->
     while True:
         try:
             return _with_gateway(server, gateway)
-        except HostError:  # the workers of the ended gateway, which the kernel kills with it, may still hold the port
+        except HostError:  # workers of the ended gateway may still hold the port: the kernel tells them to end with it
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
