@@ -283,9 +283,10 @@ class _Session:
                 told=str(error),
             )  # fmt: skip
         if run.rate is None and not self.study.runs:  # the target as it is: there is nothing to compare with
+            minutes = math.ceil(2 * self._seconds / 60)
             raise StageFailed(
                 f"{self.study.target} could not be measured as it is", why=run.told,
-                remedy="give more --minutes, or an --slo that it can meet",
+                remedy=f"give --minutes {minutes}, shorter answers (--output-tokens), or an --slo that it can meet",
             )  # fmt: skip
         self.study.runs.append(run)
         self.study.write()

@@ -103,6 +103,13 @@ def test_the_result_is_a_recipe_with_every_measurement_beside_it(machine: Machin
     assert "preprocessing_instance_count=2" in page
 
 
+def test_a_target_that_cannot_be_measured_itself_is_told_with_the_minutes(machine: Machine, target: str) -> None:
+    machine.late = "as it is"
+    told = r"could not be measured as it is: its \d+ s were over; give --minutes 60, shorter answers \(--output-"
+    with pytest.raises(trtpipe.StageFailed, match=told):
+        trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16)
+
+
 def test_after_ctrl_c_the_same_call_goes_on(machine: Machine, target: str) -> None:
     machine.most = 5
     with pytest.raises(KeyboardInterrupt):
