@@ -38,8 +38,9 @@ class Stubs:
         """The processes that have died since the last call: process -> its model."""
         self._look()
         out = {}
-        for descriptor, _ in self._poll.poll(0):
-            if descriptor != self._server:
+        # Again until none is left: those that die together are told together, however long one of them was looked at.
+        while ended := [descriptor for descriptor, _ in self._poll.poll(0) if descriptor != self._server]:
+            for descriptor in ended:
                 pid, model = self._forget(descriptor)
                 if _uncollected(pid):
                     out[pid] = model

@@ -99,6 +99,28 @@ def test_a_process_that_dies_is_noticed_at_once_and_named_by_its_model(
 
 
 @pytest.mark.process
+def test_processes_that_die_together_are_told_together(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second dies while the first is looked at: else its model would be loaded again twice."""
+    module = trtpipe.pipeline.serving.python_processes
+    stubs = Stubs(parent.process.pid)
+    first, second = (parent.stubs[f"a.cpu.fp32.tensorrt_llm_0_{index}"] for index in (0, 1))
+    looked = module._uncollected
+
+    def meanwhile(pid: int) -> bool:
+        if pid == first:
+            kill(second)
+            while not is_zombie(second):
+                time.sleep(0.001)
+        return looked(pid)
+
+    monkeypatch.setattr(module, "_uncollected", meanwhile)
+    kill(first)
+    stubs.wait()
+    assert stubs.died() == dict.fromkeys((first, second), "a.cpu.fp32.tensorrt_llm")
+    stubs.close()
+
+
+@pytest.mark.process
 def test_a_process_that_its_parent_ends_has_not_died(parent: Parent) -> None:
     """As when a model is unloaded or loaded anew."""
     stubs = Stubs(parent.process.pid)
