@@ -35,15 +35,14 @@ class DiskFull(HostError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk or a quota is full, also one of a library or of a worker."""
+    """Whether an error of the system, a library or a worker says that a disk or a quota is full."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or FULL.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Within it a full disk is told as that of `folder`, which the user has named for what is written. Raises
-    HostError."""
+    """Context in which the error of a full disk names `folder`, the user's folder for the output. Raises HostError."""
     try:
         yield
     except Exception as error:

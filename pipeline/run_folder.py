@@ -175,7 +175,7 @@ class RunFolder:
         return link.resolve()
 
     def broken(self, makes: str) -> Path | None:
-        """Where the link to an artefact points if nothing is there, as after the store was moved; else None."""
+        """Destination of an artefact's link if it does not exist, as after the store was moved; else None."""
         link = self.path / makes
         return link.readlink() if link.is_symlink() and not link.exists() else None
 

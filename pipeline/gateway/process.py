@@ -86,7 +86,7 @@ def alive(pid: int) -> bool:
 
 
 def ended(pid: int) -> str | None:
-    """How a gateway that this process has started ended; None while it runs."""
+    """Exit status, in words, of a gateway that this process started; None while it runs."""
     with contextlib.suppress(ChildProcessError):  # `alive` has collected it
         collected, status = os.waitpid(pid, os.WNOHANG)
         if collected:

@@ -33,7 +33,7 @@ def find_repository(target: str | None) -> Found:
     """The repository to serve: of a target in ./runs, in a folder, or of the newest run. Raises UsageError."""
     if target is None:
         links = [link for run in RUNS.glob("*") if (link := run / "repository").is_symlink() or link.is_dir()]
-        # Those whose store has gone first, so that one of them is named only where there is no other.
+        # Broken links sort first: one of them is chosen only if there is no other.
         runs = sorted(links, key=lambda link: (link.exists(), link.lstat().st_mtime))
         if not runs:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What the check of a repository says, for its tests."""
+"""Faults that the check of a repository finds: helpers of its tests."""
 
 from __future__ import annotations
 

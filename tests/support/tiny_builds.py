@@ -93,7 +93,7 @@ def refusal(capsys: Output, source: Path, *flags: str) -> str:
 
 
 def warnings(capsys: Output, source: Path, *flags: str) -> list[str]:
-    """What a build that must work warns of, beyond what every one does."""
+    """Warnings of a build that must work, without those of every build."""
     assert build(source, *flags) == 0
     lines = [line.split("] [W] ")[1] for line in capsys.readouterr().out.splitlines() if "] [W] " in line]
     usual = ("Option --gather_generation_logits", "padding removal and fMHA", "Implicitly setting")

@@ -139,7 +139,7 @@ class BenchReport:
         return self.interrupted or self.broken is not None or any(result.stopped for result in self.results)
 
     def interruption(self) -> BaseException:
-        """What the caller of an interrupted run raises in the end, as the signal would have."""
+        """The exception for the signal that interrupted the run: KeyboardInterrupt for Ctrl-C, else Ended."""
         return KeyboardInterrupt() if self.ended_by == signal.SIGINT else Ended(128 + self.ended_by)
 
     @property

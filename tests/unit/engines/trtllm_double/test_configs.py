@@ -1,4 +1,4 @@
-"""What the double of trtllm-build refuses in a checkpoint's config.json."""
+"""Values of a checkpoint's config.json that the double of trtllm-build refuses."""
 
 from __future__ import annotations
 

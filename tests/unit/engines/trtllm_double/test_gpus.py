@@ -1,4 +1,4 @@
-"""What the double of trtllm-build makes of the GPU."""
+"""Builds and refusals of the double of trtllm-build that depend on the GPU."""
 
 from __future__ import annotations
 
