@@ -58,10 +58,12 @@ def migrate(
     from trtpipe.pipeline.cli.build import announce, next_command
     from trtpipe.pipeline.layers import assignments
     from trtpipe.pipeline.run_folder import RunFolder
-    from trtpipe.pipeline.store.folders import write_whole
+    from trtpipe.pipeline.store.folders import require_place, write_whole
 
-    if output is not None and output.exists():
-        raise UsageError(f"{output} exists already", remedy="give another file, or remove it")
+    if output is not None:
+        if output.exists():
+            raise UsageError(f"{output} exists already", remedy="give another file, or remove it")
+        require_place(output)
     found = find(
         folder, to=to, engine=engine, model=model, revision=revision, gpu=gpu, dtype=dtype, kv_cache=kv_cache,
         set=assignments(settings or []),
@@ -69,6 +71,7 @@ def migrate(
     if not as_json:
         _show(found)
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_whole(output, _recipe(found))
         if as_json:
             console.result_json({**found.to_json(), "recipe": output})

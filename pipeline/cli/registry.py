@@ -169,13 +169,16 @@ def provenance(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import signed, statement
     from trtpipe.pipeline.run_folder import require_run
-    from trtpipe.pipeline.store.folders import write_whole
+    from trtpipe.pipeline.store.folders import require_place, write_whole
 
+    if out is not None:
+        require_place(out)
     made = statement(require_run(target), own_store())
     written = signed(made, sign_key)
     if out is None:
         console.result_json(written)
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, json.dumps(written, indent=1) + "\n")
         console.result(f"{out}: {len(made['subject'])} artefacts{'' if sign_key is None else ', signed'}")
 

@@ -261,9 +261,10 @@ def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> Non
     assert "max_queue_size: 32" in (run / "repository" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert "error" not in host.ok("check", run.name).out
 
-    host.ok("migrate", str(host.folder / "runs" / TARGET / "repository"), "--to", "llmapi", "-o", "llmapi.yaml")
-    assert "error: llmapi.yaml exists already" in host.run("migrate", TARGET, "--to", "llmapi", "-o", "llmapi.yaml").err
-    host.ok("build", "--recipe", "llmapi.yaml")
+    host.ok("migrate", str(host.folder / "runs" / TARGET / "repository"), "--to", "llmapi", "-o", "new/llmapi.yaml")
+    again = host.run("migrate", TARGET, "--to", "llmapi", "-o", "new/llmapi.yaml")
+    assert "error: new/llmapi.yaml exists already" in again.err
+    host.ok("build", "--recipe", "new/llmapi.yaml")
     repository = host.folder / "runs" / "tiny.h100.bf16.trtllm_pytorch" / "repository"
     assert yaml.safe_load((repository / "tensorrt_llm" / "1" / "model.yaml").read_text()) == {
         "model": "tensorrt_llm/1", "backend": "pytorch", "tensor_parallel_size": 1, "pipeline_parallel_size": 1,

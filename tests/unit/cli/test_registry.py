@@ -27,7 +27,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     assert "tiny.cpu.bf16" in run("search", shelf, "--dtype", "bfloat16").out
     assert json.loads(run("search", shelf, "--gpu", "h100", "--json").out) == []
 
-    told = tmp_path / "provenance.json"
+    told = tmp_path / "new" / "provenance.json"
     assert run("provenance", "tiny.cpu.bf16", "-o", str(told)).out == f"{told}: 5 artefacts\n"
     shutil.rmtree("runs")
     done = run("pull", "tiny.cpu.bf16", shelf)
