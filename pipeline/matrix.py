@@ -62,7 +62,7 @@ def require_one(options: dict[str, Any]) -> None:
     """Raise UsageError for a list, where one target is meant."""
     for name in LISTS:
         value = options.get(name)
-        if isinstance(value, str) and "," in value and not Path(value).exists():
+        if isinstance(value, str) and "," in value and not _is_path(name, value):
             raise UsageError(
                 f"--{name} {value} is a list", why="that is for `trtpipe build`; this command is of one target",
                 remedy=f"give one, such as --{name} {value.partition(',')[0]}",
@@ -107,8 +107,13 @@ def raise_failures(outcomes: list[Outcome]) -> None:
     raise kind(f"of {len(outcomes)} targets {' and '.join(parts)}", remedy="the table says what to do next")
 
 
+def _is_path(name: str, value: str) -> bool:
+    """Whether it is a model's folder or file, whose path may hold commas."""
+    return name == "model" and Path(value).exists()
+
+
 def _words(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or _is_path(name, value):
         return [value]
     words = [word.strip() for word in value.split(",")]
     if "" in words:

@@ -46,6 +46,16 @@ def test_lists_that_are_none(options: dict[str, Any], message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+def test_a_models_folder_may_hold_commas(tmp_path: Path) -> None:
+    folder = tmp_path / "a,b" / "c"
+    folder.mkdir(parents=True)
+    options = {"model": str(folder), "gpu": "a100,h100"}
+    assert [(one["model"], one["gpu"]) for one in matrix.combinations(options)] == [
+        (str(folder), "a100"), (str(folder), "h100"),
+    ]  # fmt: skip
+    matrix.require_one({"model": str(folder)})
+
+
 def outcomes(model: Path, *errors: Any) -> list[matrix.Outcome]:
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("a100", "h100", "l4")][: len(errors)]
     failures = dict(zip((made.target for made in plans), errors, strict=True))
