@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ def main(spec: dict[str, Any]) -> int:
     try:
         forks = ForkServer(options)
         forks.start()  # runs beside this process, which loads the same files
-        counters = SharedCounters(Path(spec["counters"]), spec["index"], options.workers)
+        counters = SharedCounters(Path(spec["counters"]), spec["row"], spec["rows"])
         most = most_connections(tls=options.tls_cert is not None)
         app, connections = build(options, counters, forks, most_connections=most)
         listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
@@ -47,6 +49,8 @@ def main(spec: dict[str, Any]) -> int:
         known = translate(error) or HostError("the gateway cannot listen", why=str(error))
         _tell(spec["ready"], json.dumps(error_to_json(known)))
         return 1
+    # The supervisor replaces this worker, and not for the sake of time: no answer is cut short.
+    signal.signal(signal.SIGHUP, lambda number, frame: server.leave(math.ceil(options.timeout_s)))
     server.run(sockets=[listening])
     forks.stop()
     return 0

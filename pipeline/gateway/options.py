@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import parse_json
@@ -71,6 +72,11 @@ class ServedModel:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> ServedModel:
+        tokenizer, adapters = Path(raw["tokenizer"]), raw["adapters"] and Path(raw["adapters"])
+        return cls(**{**raw, "tokenizer": tokenizer, "aliases": tuple(raw["aliases"]), "adapters": adapters})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,17 +165,7 @@ class GatewayOptions:
     @classmethod
     def from_json(cls, text: str) -> GatewayOptions:
         raw = parse_json(text)
-        models = tuple(
-            ServedModel(
-                **{
-                    **model,
-                    "tokenizer": Path(model["tokenizer"]),
-                    "aliases": tuple(model["aliases"]),
-                    "adapters": model["adapters"] and Path(model["adapters"]),
-                }
-            )
-            for model in raw.pop("models")
-        )
+        models = tuple(ServedModel.from_json(model) for model in raw.pop("models"))
         raw["cors_origins"] = tuple(raw["cors_origins"])
         for name in ("api_keys_file", "tls_cert", "tls_key"):
             raw[name] = raw[name] and Path(raw[name])

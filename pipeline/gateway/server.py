@@ -68,6 +68,12 @@ class Server(uvicorn.Server):
             )
         self._ready()
 
+    def leave(self, drain_s: int) -> None:
+        """Stop taking requests, since other workers take them; running answers have `drain_s` to end."""
+        self.config.timeout_graceful_shutdown = drain_s
+        self._linger_s = 0
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
         # Each answer that starts now ends its connection, and says so. uvicorn does not read a request's own field.

@@ -1,4 +1,4 @@
-"""Supervisor of the gateway's worker processes: starts them together, watches, restarts and ends them.
+"""Supervisor of the gateway's worker processes: starts them together, watches, restarts, replaces and ends them.
 
 The supervisor binds the port without listening, which reserves it for the workers; they share it by SO_REUSEPORT.
 """
@@ -15,20 +15,33 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import error_from_json, python_command
-from trtpipe.pipeline.gateway.options import GatewayOptions
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
 
 READY_SECONDS = 60.0
 # Beyond the time that answers have.
 STOP_SECONDS = 5.0
 # A worker with this many deaths within this time counts as broken.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker's process, and its row in the shared counters."""
+
+    process: subprocess.Popen[bytes]
+    row: int
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
 
 class Gateway:
@@ -39,7 +52,9 @@ class Gateway:
         self._port = port
         self._counters = counters
         self._log = log
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._rows = 0
+        self._workers: list[Worker] = []
+        self._leaving: list[Worker] = []
         self._stopping = threading.Event()
 
     @classmethod
@@ -51,18 +66,10 @@ class Gateway:
         port = _hold(options.host, options.port)
         options = replace(options, port=port.getsockname()[1])
         descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
-        counters = Path(name)
-        from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES
-
-        os.ftruncate(descriptor, ROW_BYTES * options.workers)
         os.close(descriptor)
-        gateway = cls(options, port, counters, log)
+        gateway = cls(options, port, Path(name), log)
         try:
-            started = [gateway._spawn(index) for index in range(options.workers)]
-            gateway._workers = [process for process, _ in started]
-            deadline = time.monotonic() + READY_SECONDS
-            for process, ready in started:
-                _await_ready(process, ready, deadline)
+            gateway._workers = gateway._start_workers(options)
         except BaseException:
             gateway.stop()
             raise
@@ -74,46 +81,96 @@ class Gateway:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._workers]
+        return [worker.process.pid for worker in self._workers]
 
-    def watch(self) -> None:
-        """Restart workers that die, until `stop` is called. Raises StageFailed when they die too often."""
+    def watch(self, tick: Callable[[Gateway], None] = lambda gateway: None) -> None:
+        """Restart workers that die, until `stop` is called; `tick` is called five times a second. Raises StageFailed
+        when they die too often."""
         deaths: list[float] = []
         while not self._stopping.wait(0.2):
-            for index, process in enumerate(self._workers):
-                status = process.poll()
-                if status is None or self._stopping.is_set():
+            tick(self)
+            self._forget_left()
+            for index, worker in enumerate(self._workers):
+                if worker.alive or self._stopping.is_set():
                     continue
                 now = time.monotonic()
                 deaths = [at for at in deaths if now - at < RESTART_WINDOW_SECONDS] + [now]
                 if len(deaths) > MAX_RESTARTS:
                     raise StageFailed(
                         f"the gateway's workers ended {len(deaths)} times within {RESTART_WINDOW_SECONDS:.0f} s",
-                        why=f"the last with status {status}",
+                        why=f"the last with status {worker.process.returncode}",
                     )
-                self._workers[index], ready = self._spawn(index)
+                self._workers[index], ready = self._spawn(self.options, worker.row)
                 # Other workers go on answering: this one may take its time, and is checked in the next round.
                 os.close(ready)
+
+    def serve_models(self, models: tuple[ServedModel, ...]) -> None:
+        """Replace the workers by others that serve `models`. No request is refused: the old workers take requests until
+        all new ones do, and end with their last answer.
+
+        Raises a worker's own error, or StageFailed; the old workers go on then.
+        """
+        options = replace(self.options, models=models)
+        started = self._start_workers(options)
+        for worker in self._workers:
+            if worker.alive:
+                worker.process.send_signal(signal.SIGHUP)
+        self._leaving += self._workers
+        self._workers, self.options = started, options
 
     def stop(self) -> None:
         """End the workers; running answers have some seconds to end. May be called twice, and from a signal."""
         self._stopping.set()
-        for process in self._workers:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + self.options.linger_s + self.options.drain_s + STOP_SECONDS
-        for process in self._workers:
-            try:
-                process.wait(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._end([*self._workers, *self._leaving])
         self._counters.unlink(missing_ok=True)
         self._port.close()
 
-    def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], int]:
+    def _start_workers(self, options: GatewayOptions) -> list[Worker]:
+        """Start workers and wait until all of them listen. Raises a worker's own error, or StageFailed; none of them is
+        left then."""
+        started: list[tuple[Worker, int]] = []
+        try:
+            for row in self._free_rows(options.workers):
+                started.append(self._spawn(options, row))
+            deadline = time.monotonic() + READY_SECONDS
+            for worker, ready in started:
+                _await_ready(worker.process, ready, deadline)
+        except BaseException:
+            self._end([worker for worker, _ in started])
+            raise
+        return [worker for worker, _ in started]
+
+    def _end(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            if worker.alive:
+                worker.process.terminate()
+        deadline = time.monotonic() + self.options.linger_s + self.options.drain_s + STOP_SECONDS
+        for worker in workers:
+            try:
+                worker.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+    def _free_rows(self, count: int) -> list[int]:
+        """Rows of the shared counters that no running worker adds to; their counts go on."""
+        taken = {worker.row for worker in (*self._workers, *self._leaving) if worker.alive}
+        self._rows = max(self._rows, len(taken) + count)
+        os.truncate(self._counters, ROW_BYTES * self._rows)
+        return [row for row in range(self._rows) if row not in taken][:count]
+
+    def _forget_left(self) -> None:
+        for worker in [one for one in self._leaving if not one.alive]:
+            self._leaving.remove(worker)
+            if worker.row not in {one.row for one in self._workers}:
+                SharedCounters(self._counters, worker.row, self._rows)  # sets its gauges to 0, if it was killed
+
+    def _spawn(self, options: GatewayOptions, row: int) -> tuple[Worker, int]:
         ready, tell = os.pipe()
-        spec = {"options": self.options.to_json(), "index": index, "counters": str(self._counters), "ready": tell}
+        spec = {
+            "options": options.to_json(), "counters": str(self._counters), "row": row, "rows": self._rows,
+            "ready": tell,
+        }  # fmt: skip
         log = self._log.open("ab") if self._log else None
         try:
             process = subprocess.Popen(
@@ -128,13 +185,16 @@ class Gateway:
             os.close(tell)
             if log:
                 log.close()
-        return process, ready
+        return Worker(process, row), ready
 
 
-def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda gateway: None) -> None:
+def serve(
+    options: GatewayOptions, *,
+    ready: Callable[[Gateway], None] = lambda gateway: None, tick: Callable[[Gateway], None] = lambda gateway: None,
+) -> None:  # fmt: skip
     """Run a gateway until Ctrl-C, a signal to end or its own failure. Raises what `Gateway.start` and `watch` raise.
 
-    `ready` is called once the gateway listens and signals are handled.
+    `ready` is called once the gateway listens and signals are handled, `tick` as `watch` calls it.
     """
     gateway = Gateway.start(options)
 
@@ -144,7 +204,7 @@ def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda 
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         ready(gateway)
-        gateway.watch()
+        gateway.watch(tick)
     except (KeyboardInterrupt, SystemExit):
         pass
     finally:

@@ -205,12 +205,7 @@ def gateway_options(
     Raises UsageError, InputDataError for its files.
     """
     chosen = GatewayOptions(
-        models=tuple(
-            _gateway_model(
-                one, passport, models / one.model(ADAPTER_FOLDER), options.tool_format, reasoning=options.reasoning
-            )
-            for one, passport in zip(served, passports, strict=True)
-        ),
+        models=gateway_models(served, passports, models),
         # A server that listens on all addresses is reached on loopback.
         grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
@@ -222,16 +217,23 @@ def gateway_options(
         cors_origins=options.cors_origins,
         traces_url=traces_url(options.otlp_endpoint),
     )
-    for one in served:
-        for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
-            require_free([name for other in served for name in other.model_names], one.model_names, placed.name)
     access.check(chosen)
     return chosen
 
 
-def _gateway_model(
-    served: Served, passport: Passport, adapters: Path, tool_format: str | None, *, reasoning: bool
-) -> ServedModel:
+def gateway_models(served: Sequence[Served], passports: Sequence[Passport], models: Path) -> tuple[ServedModel, ...]:
+    """The models of a server as its gateway serves them; `models` is the server's own repository. Raises UsageError
+    for an adapter that has the name of a model."""
+    for one in served:
+        for placed in AdapterFolder(one.repository / ADAPTER_FOLDER).all():
+            require_free([name for other in served for name in other.model_names], one.model_names, placed.name)
+    return tuple(
+        _gateway_model(one, passport, models / one.model(ADAPTER_FOLDER))
+        for one, passport in zip(served, passports, strict=True)
+    )
+
+
+def _gateway_model(served: Served, passport: Passport, adapters: Path) -> ServedModel:
     built_from = passport.weights.get("model")
     return ServedModel(
         name=served.model_names[0],
@@ -241,8 +243,8 @@ def _gateway_model(
         max_input_len=passport.build_config["max_input_len"],
         max_seq_len=passport.build_config["max_seq_len"],
         vocab_size=_vocab_size(served.repository / ENGINE_FOLDER / "config.json"),
-        tool_format=tool_format or (facts.find_tool_format(built_from) if built_from else None),
-        reasoning=reasoning,
+        tool_format=served.tool_format or (facts.find_tool_format(built_from) if built_from else None),
+        reasoning=served.reasoning,
         adapters=adapters if (served.repository / ADAPTER_FOLDER).is_dir() else None,
     )
 
@@ -260,5 +262,5 @@ def gateway_model(
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found = find_repository(target)
     passport = read_passport(found.folder / ENGINE_FOLDER)
-    served = Served(name=found.name, repository=found.folder, names=names)
-    return _gateway_model(served, passport, found.folder / ADAPTER_FOLDER, tool_format, reasoning=reasoning)
+    served = Served(name=found.name, repository=found.folder, names=names, tool_format=tool_format, reasoning=reasoning)
+    return _gateway_model(served, passport, found.folder / ADAPTER_FOLDER)

@@ -43,6 +43,7 @@ from trtpipe.pipeline.serving.launch_options import (
     check_alone,
     check_container_options,
     exposure,
+    gateway_models,
     gateway_options,
     server_image,
 )
@@ -189,8 +190,12 @@ def _launch(
 
 
 def _with_gateway(server: Server, options: GatewayOptions) -> Server:
-    pid, url = gateway_process.start(options, server.log.with_suffix(".gateway.log"))
+    pid, url = gateway_process.start(options, _gateway_log(server))
     return replace(server, gateway_pid=pid, gateway_url=url, keyed=bool(access.read_keys(options.api_keys_file)))
+
+
+def _gateway_log(server: Server) -> Path:
+    return server.log.with_suffix(".gateway.log")
 
 
 def start_gateway_again(server: Server, store: Store, options: LaunchOptions) -> Server:
@@ -224,6 +229,8 @@ def _served(targets: Sequence[Found], options: LaunchOptions) -> tuple[Served, .
             prefix="" if alone else f"{found.name}.",
             imported=imports(found),
             names=options.model_names,
+            tool_format=options.tool_format,
+            reasoning=options.reasoning,
         )
         for found in targets
     )
@@ -302,7 +309,8 @@ def reload(
     store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
 ) -> tuple[Server, list[Served]]:
     """Load the current repositories of a running server's targets, model by model, without ending it; with `target`
-    that one alone. Returns the server and what was loaded.
+    that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
+    loaded.
 
     Raises ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not
     load: the server then keeps what it has.
@@ -326,6 +334,8 @@ def reload(
         if (now := fresh.get(one.name)) else one
         for one in server.served
     )  # fmt: skip
+    passports = [check_passport(one.name, one.repository) for one in served]
+    models = gateway_models(served, passports, store.home / "servers" / server.name / "models")
     lay_out_models(served, store.home / "servers" / server.name)
     renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]
@@ -334,6 +344,8 @@ def reload(
         model_control.load_models(server.endpoints, names, server.log)
         smoke(renewed, one)
     remember(store, renewed)
+    if renewed.gateway_pid is not None and gateway_process.alive(renewed.gateway_pid):
+        gateway_process.reload(renewed.gateway_pid, models, _gateway_log(renewed))
     return renewed, loaded
 
 

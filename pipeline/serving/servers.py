@@ -35,6 +35,7 @@ class Served:
     source  run folder that it comes from, or the folder itself; None in records of earlier versions
     prefix  prefix of its models' names; empty where it is the server's only one
     imported  a phrase for each artefact behind it that was made elsewhere
+    tool_format, reasoning  as LaunchOptions has them
     """
 
     name: str
@@ -43,6 +44,8 @@ class Served:
     imported: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     source: Path | None = None
+    tool_format: str | None = None
+    reasoning: bool = True
 
     def comes_from(self, run: Path) -> bool:
         """Whether it was served from the run folder `run`. By name alone in records of earlier versions."""
@@ -182,7 +185,7 @@ def read_server(path: Path) -> Server:
         server.native,
         points.host,
         "" if server.gateway_url is None else server.gateway_url,
-        *(t for s in served for t in (s.name, s.prefix)),
+        *(t for s in served for t in (s.name, s.prefix, s.tool_format or "")),
     )
     if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
         raise ValueError(f"{path} is no record of a server: a value is of another type")

@@ -195,6 +195,20 @@ def saying(folder: Path, text: str, *, end: bool = True, pause: float = 0.0, cut
 
 
 @contextlib.asynccontextmanager
+async def mock_triton(script: Script, **fields: Any) -> AsyncIterator[tuple[str, Triton]]:
+    """A mock Triton in this loop, with its host and port. `fields` are attributes of it."""
+    mock = Triton(script)
+    mock.__dict__.update(fields)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(mock, mock.server)
+    port = mock.server.add_insecure_port("127.0.0.1:0")
+    await mock.server.start()
+    try:
+        yield f"127.0.0.1:{port}", mock
+    finally:
+        await mock.server.stop(None)
+
+
+@contextlib.asynccontextmanager
 async def serving(
     script: Script,
     folder: Path,
@@ -207,29 +221,24 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Triton]]:
     """A gateway in this loop, in front of a Triton in this loop. `others` are the tokenizers of more models."""
-    fake = Triton(script)
-    fake.__dict__.update(triton or {})
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, fake.server)
-    port = fake.server.add_insecure_port("127.0.0.1:0")
-    await fake.server.start()
     served = ServedModel(name="llama", tokenizer=folder, **(model or {}))
     more += tuple(ServedModel(name=name, tokenizer=path) for name, path in (others or {}).items())
-    gateway = GatewayOptions(models=(served, *more), grpc_url=f"127.0.0.1:{port}", **options)
-    app, connections = build(gateway, SharedCounters(), fork_server(gateway), most_connections=most_connections)
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    server = Server(app, connections)
-    running = asyncio.ensure_future(server.serve(sockets=[listening]))
-    while not server.started:
-        await asyncio.sleep(0.005)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    try:
-        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False, verify=False) as client:
-            yield client, fake
-    finally:
-        server.should_exit = True
-        await running
-        await fake.server.stop(None)
+    async with mock_triton(script, **(triton or {})) as (address, mock):
+        gateway = GatewayOptions(models=(served, *more), grpc_url=address, **options)
+        app, connections = build(gateway, SharedCounters(), fork_server(gateway), most_connections=most_connections)
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        server = Server(app, connections)
+        running = asyncio.ensure_future(server.serve(sockets=[listening]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False, verify=False) as client:
+                yield client, mock
+        finally:
+            server.should_exit = True
+            await running
 
 
 def run(scenario: Coroutine[Any, Any, T], seconds: float) -> T:

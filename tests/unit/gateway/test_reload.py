@@ -1,0 +1,100 @@
+"""A gateway that is given other models: its workers are replaced, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.gateways import CHAT, chat, events, mock_triton, run, saying, spoken, until, write_model
+from tests.unit.gateway.conftest import options
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.gateway import process
+from trtpipe.pipeline.gateway.options import ServedModel
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.loopback,
+    # The gateway outlives the command that starts it.
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+]
+
+LONG = "one two three four five six seven eight nine ten " * 6
+
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, log: Path, **fields: Any) -> AsyncIterator[tuple[int, str]]:
+    async with mock_triton(saying(folder, LONG, pause=0.05)) as (address, _):
+        pid, url = await asyncio.to_thread(process.start, options(folder, grpc_url=address, port=0, **fields), log)
+        try:
+            yield pid, url
+        finally:
+            await asyncio.to_thread(process.end, pid)
+
+
+def workers(pid: int) -> list[psutil.Process]:
+    return [one for one in psutil.Process(pid).children() if "trtpipe.pipeline.gateway" in one.cmdline()]
+
+
+def test_workers_with_other_models_take_over_while_a_stream_goes_on(folder: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}")
+
+    async def whole() -> None:
+        async with (
+            started(folder, tmp_path / "log", workers=2) as (pid, url),
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+        ):
+            before = workers(pid)
+            assert len(before) == 2
+            (short,) = (await client.post(CHAT, json=chat(max_tokens=1))).json()["choices"]
+            assert short["finish_reason"] == "length"
+            stream = asyncio.create_task(events(client, CHAT, chat(max_tokens=400)))
+            await asyncio.sleep(0.3)
+            models = (ServedModel(name="new", tokenizer=other, max_seq_len=40),)
+            reloading = asyncio.create_task(asyncio.to_thread(process.reload, pid, models, tmp_path / "log"))
+            names = []
+            while not reloading.done():  # each over a connection of its own
+                async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as another:
+                    names.append((await another.get("/v1/models")).json()["data"][0]["id"])
+            await reloading
+            assert set(names) <= {"llama", "new"}
+            assert not stream.done()
+            answer = await client.post(CHAT, json=chat(model="new"))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["total_tokens"] == 40  # max_tokens by the new max_seq_len
+            assert (await client.post(CHAT, json=chat())).status_code == 404
+            assert spoken(await stream).startswith("one two three")
+            await until(lambda: not any(one.is_running() for one in before))
+            assert len(workers(pid)) == 2
+            counted = (await client.get("/metrics")).text
+            assert 'trtpipe_gateway_requests_total{endpoint="chat",status="200"} 3' in counted
+            assert "trtpipe_gateway_running 0" in counted
+
+    run(whole(), 120)
+
+
+def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with (
+            started(folder, tmp_path / "log") as (pid, url),
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+        ):
+            before = workers(pid)
+            empty = tmp_path / "empty"
+            empty.mkdir()
+            for _ in range(2):
+                with pytest.raises(InputDataError, match="holds no tokenizer that can be read"):
+                    await asyncio.to_thread(
+                        process.reload, pid, (ServedModel(name="x", tokenizer=empty),), tmp_path / "log"
+                    )
+            assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 200
+            assert workers(pid) == before
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "log"]
+
+    run(whole(), 120)
