@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.files import naming_full_disk
@@ -100,7 +100,7 @@ def unpack(
     """
     try:
         # Not compressed, as `pack` writes it: a small file could expand to any size.
-        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             index = _read_index(tar, path)
             spec = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
@@ -113,10 +113,16 @@ def unpack(
             }
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # tarfile raises all of these
         raise InputDataError(f"{path} is not a whole export", why=str(error), remedy="copy it again") from None
-    except OSError as error:
-        raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     link(spec, artefacts, store, index["provenance"])
     return Bundle(spec=spec, artefacts=artefacts)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Raises InputDataError; a later OSError may be of the store."""
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
 
 
 def imported(target: str, store: Store) -> Bundle:

@@ -62,6 +62,13 @@ def rewritten(path: Path, edit: Edit) -> Path:
     return out
 
 
+def test_a_store_that_cannot_be_written_is_not_said_of_the_file(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+    path = export.pack("tiny.h100.bf16", made[1], tmp_path / "tiny.tar")
+    (tmp_path / "elsewhere").touch()
+    with pytest.raises(OSError, match="elsewhere"):  # which the command explains, as for all commands
+        export.unpack(path, Store(tmp_path / "elsewhere"))
+
+
 def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     spec, store = made
     assert export.pack(spec.target, store, tmp_path) == tmp_path / f"{spec.target}.tar"
