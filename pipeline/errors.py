@@ -13,6 +13,7 @@ from pathlib import Path
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.engines.files import DiskFull, device, free_bytes, is_full
+from trtpipe.pipeline.net import proxies
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 
@@ -96,12 +97,6 @@ def _bad_certificates(error: BaseException) -> str:
     return ""
 
 
-def _proxies() -> list[str]:
-    """Variables that name a proxy."""
-    known = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-    return [name for one in known for name in (one, one.lower()) if os.environ.get(name)]
-
-
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
 STATE = (
     errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
@@ -158,10 +153,12 @@ ROWS: tuple[_Row, ...] = (
     (
         Exception,  # of httpx, for an address of another scheme, or SOCKS without the package for it
         lambda error: (
-            isinstance(error, (ValueError, ImportError)) and "proxy" in str(error).lower() and bool(_proxies())
+            isinstance(error, (ValueError, ImportError))
+            and "proxy" in str(error).lower()
+            and bool(proxies.variables("http", "https"))
         ),
         lambda error: HostError(
-            f"{' or '.join(_proxies())} cannot be used",
+            f"{' or '.join(proxies.variables('http', 'https'))} cannot be used",
             why=str(error),
             remedy="give http://HOST:PORT, or unset it",
         ),

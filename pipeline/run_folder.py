@@ -51,9 +51,13 @@ class RunFolder:
         """Whether `start` was called for this folder and store."""
         return self._root(store).is_file()
 
+    @property
+    def key(self) -> str:
+        """Names the folder in the store, which serves run folders of many places."""
+        return hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:KEY_DIGITS]
+
     def _root(self, store: Store) -> Path:
-        name = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
-        return store.home / "roots" / f"{name[:KEY_DIGITS]}.json"
+        return store.home / "roots" / f"{self.key}.json"
 
     def spec(self) -> BuildSpec:
         """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,18 +57,13 @@ def tune(
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
-    from trtpipe.configs.home import default_home
-    from trtpipe.engines.errors import HostError
-    from trtpipe.pipeline.store.store import Store
-
-    # Measurements of two searches would be of each other's work too.
-    other = HostError("another `trtpipe tune` runs on this machine", remedy="wait until it has ended")
-    with Store(default_home()).alone("tune", other):
-        session = _Session(
-            str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
-            lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price,
-            note=note, progress=progress,
-        )  # fmt: skip
+    session = _Session(
+        str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
+        lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price,
+        note=note, progress=progress,
+    )  # fmt: skip
+    with session.alone():
+        session.open()
         return _search(session, note)
 
 
@@ -105,7 +101,7 @@ def _search(session: _Session, note: Callable[[str], None]) -> Study:
 
 
 class _Session:
-    """One search: candidates of a target, and how each is measured."""
+    """One search: candidates of a target, and how each is measured. Made from the options; to be opened `alone`."""
 
     def __init__(
         self, target: str, slo: str | Sequence[str], *, minutes: float, find: str, protocol: str,
@@ -113,12 +109,10 @@ class _Session:
         note: Callable[[str], None], progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         from trtpipe.configs.home import default_home
-        from trtpipe.engines.errors import HostError, UsageError
+        from trtpipe.engines.errors import UsageError
         from trtpipe.pipeline.api.bench import choose, require_room
         from trtpipe.pipeline.run_folder import require_run
-        from trtpipe.pipeline.serving.servers import running
         from trtpipe.pipeline.store.store import Store
-        from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
         if not 0 < minutes <= MOST_MINUTES:
             raise UsageError(f"--minutes is {minutes:g}", remedy=f"give a positive number, at most {MOST_MINUTES:,}")
@@ -138,29 +132,51 @@ class _Session:
             "http_url": "http://127.0.0.1:1",
             "tokenizer": self._run.path / "tokenizer" / "tokenizer.json",
         }
-        options, _ = choose(**plain)
-        self._search(options, find, rate=None, seconds=1.0, number=0, limit_s=1.0)
-        require_room(options.work, self._spec.target, self._run.linked("repository"))
+        self._options, _ = choose(**plain)
+        self._search(self._options, find, rate=None, seconds=1.0, number=0, limit_s=1.0)
+        require_room(self._options.work, self._spec.target, self._run.linked("repository"))
+        self._find, self._engine_python = find, engine_python
+        self._note, self._progress = note, progress
+        self._minutes, self._price = minutes, price
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other searches from this machine, and `rm` from the target. Raises HostError while another runs."""
+        from trtpipe.engines.errors import HostError
+        from trtpipe.pipeline.serving.targets import tune_lock
+
+        # Measurements of two searches would be of each other's work too.
+        other = HostError("another `trtpipe tune` runs on this machine", remedy="wait until it has ended")
+        with self._store.alone("tune", other), self._store.alone(tune_lock(self._run), other):
+            yield
+
+    def open(self) -> None:
+        """Open the study, and choose the candidates. Raises HostError while something is served here."""
+        from trtpipe.engines.errors import HostError
+        from trtpipe.pipeline.serving.servers import running
+        from trtpipe.pipeline.tune.candidates import AS_IT_IS
+
+        options = self._options
         served = running(self._store)
         if served:
             raise HostError(
                 f"{served[0].name} is being served on this machine", why="its work would be measured too",
                 remedy="run `trtpipe stop` first",
             )  # fmt: skip
-        self._find, self._engine_python = find, engine_python
-        self._note, self._progress = note, progress
         question = {
-            "objectives": [str(one) for one in options.objectives], "goal": find, "minutes": minutes,
-            "work": options.to_json()["work"], "protocol": protocol, "settings": self._spec.settings,
+            "objectives": [str(one) for one in options.objectives], "goal": self._find, "minutes": self._minutes,
+            "work": options.to_json()["work"], "protocol": self._bench["protocol"], "settings": self._spec.settings,
         }  # fmt: skip
-        self.study = _open_study(self._run.path, self._spec, question, price)
+        self.study = _open_study(self._run.path, self._spec, question, self._price)
         self._began, self._spent_before = time.monotonic(), self.study.spent_s
         if self.study.runs:
-            note(f"{len(self.study.runs)} measurements are there already, of {self._spent_before / 60:.1f} minutes")
+            self._note(
+                f"{len(self.study.runs)} measurements are there already, of {self._spent_before / 60:.1f} minutes"
+            )
         self._specs: dict[Candidate, BuildSpec] = {AS_IT_IS: self._spec}
         self._expected: dict[Candidate, float | None] = {}
         self.candidates = self._ordered(options)
-        self._seconds = 60 * minutes
+        self._seconds = 60 * self._minutes
 
     def score(self, candidate: Candidate, number: int, repeat: int) -> Score:
         """See search.Measure."""

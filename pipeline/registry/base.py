@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.files import is_full, naming_full_disk
 from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.net.proxies import with_proxy
 
 # Called with the number of bytes that have just been moved.
 Moved = Callable[[int], None]
@@ -111,7 +113,9 @@ def translated(url: str) -> Iterator[None]:
         if is_full(error) and not remote:
             with naming_full_disk(Path(url)):
                 raise
-        remedy = "check its address and the network" if remote else "check its permissions, or name another folder"
+        remedy = "check its permissions, or name another folder"
+        if remote:
+            remedy = with_proxy("check its address and the network", f"https://{urlsplit(url).netloc}")
         why = error.strerror or _words(error)
         raise HostError(f"{url} cannot be reached or written", why=why, remedy=remedy) from None
     except Exception as error:

@@ -21,6 +21,7 @@ from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, kind_of
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES
+from trtpipe.pipeline.net.proxies import with_proxy
 from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     MAX_PAGES,
@@ -73,7 +74,9 @@ class OciRegistry:
             answer = self._client.probe()
         except httpx.HTTPError as error:
             raise HostError(
-                f"{self.url} cannot be reached", why=str(error) or type(error).__name__, remedy="check its address"
+                f"{self.url} cannot be reached",
+                why=str(error) or type(error).__name__,
+                remedy=with_proxy("check its address", self._client.base),
             ) from None
         if answer.status_code not in (200, 401, 403):
             raise HostError(

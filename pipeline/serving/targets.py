@@ -92,8 +92,8 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
     """Delete run folders; `trtpipe gc` then drops what only they referred to. Of a link to one the link alone goes.
     Returns the names of the targets, and the paths of those outside ./runs.
 
-    Raises UsageError, before anything is deleted, for an unknown target, for one that is served, and for a folder that
-    trtpipe did not make.
+    Raises UsageError, before anything is deleted, for an unknown target, for one that is served or tuned, and for a
+    folder that trtpipe did not make.
     """
     paths = list(dict.fromkeys(_path(name) for name in names))
     servers = running(store)
@@ -106,6 +106,8 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
             )
         if server := _server_of(path, servers):
             raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
+        if store.held(tune_lock(RunFolder(path))):
+            raise UsageError(f"{path.name} is being tuned", remedy="wait until `trtpipe tune` has ended")
     for path in paths:
         if path.is_symlink():
             path.unlink()
@@ -117,6 +119,11 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
                     f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
                 ) from None
     return [path.name if path.parent == RUNS else str(path) for path in paths]
+
+
+def tune_lock(run: RunFolder) -> str:
+    """The name, for `Store.alone`, that `tune` holds for a target."""
+    return f"tune-{run.key}"
 
 
 def _planned(path: Path) -> bool:

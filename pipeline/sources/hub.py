@@ -21,6 +21,7 @@ from trtpipe.engines.hf.folder import DETAILS, INDEX_NAME, SINGLE_NAME, TOKENIZE
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
+from trtpipe.pipeline.net.proxies import with_proxy
 
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 CONFIGS = ("config.json", DETAILS)
@@ -29,8 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # Exceptions of huggingface_hub for an answer of another form than it expects.
 MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
-CONNECTION = "check the connection and HF_ENDPOINT"
-AGAIN = f"{CONNECTION}; a second try keeps the files that are whole"
+AGAIN = "a second try keeps the files that are whole"
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def check_access(repo_id: str, seconds: float) -> None:
     from trtpipe.pipeline.net.hub_client import limit_hub
 
     limit_hub()
-    with _explained(repo_id, "main", remedy=CONNECTION):
+    with _explained(repo_id, "main", again=""):
         get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=seconds)
 
 
@@ -189,8 +189,9 @@ def _require_usable(repo_id: str, files: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _explained(repo_id: str, revision: str, *, remedy: str = AGAIN) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub and httpx into one line with a remedy; `remedy` is of a hub that fails."""
+def _explained(repo_id: str, revision: str, *, again: str = AGAIN) -> Iterator[None]:
+    """Turn exceptions of huggingface_hub and httpx into one line with a remedy. `again` tells what a second try does
+    where the hub fails."""
     import httpx
     from huggingface_hub import constants, errors, get_token
 
@@ -222,6 +223,7 @@ def _explained(repo_id: str, revision: str, *, remedy: str = AGAIN) -> Iterator[
         if (isinstance(error, OSError) and error.errno is not None) or FULL.search(str(error)):
             raise  # an error of the disk, not of the hub
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+        remedy = with_proxy("check the connection and HF_ENDPOINT", constants.ENDPOINT) + (again and f"; {again}")
         raise HostError(
             f"the hub did not deliver {where}",
             why=_first_line(error),

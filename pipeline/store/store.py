@@ -156,6 +156,17 @@ class Store:
         finally:
             lock.release()
 
+    def held(self, name: str) -> bool:
+        """Whether another command holds the name, by `alone`."""
+        lock = self._lock(name)
+        if not Path(lock.lock_file).exists():
+            return False
+        try:
+            with lock.acquire(timeout=0):
+                return False
+        except TimeoutError:
+            return True
+
     def _lock(self, name: str) -> FileLock:
         path = self.home / "locks" / f"{name}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)

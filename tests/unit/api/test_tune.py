@@ -13,6 +13,7 @@ import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.configs.home import default_home
 from trtpipe.pipeline.api import tune as module
+from trtpipe.pipeline.serving.targets import remove_targets
 from trtpipe.pipeline.store.store import Store
 from trtpipe.pipeline.tune.candidates import Candidate
 from trtpipe.pipeline.tune.study import Point, Run
@@ -270,3 +271,26 @@ def test_one_search_at_a_time(machine: Machine, target: str) -> None:
     assert not machine.measured
     trtpipe.tune(target, SLO, minutes=1)
     assert machine.measured
+
+
+def test_a_target_that_is_tuned_is_not_removed(machine: Machine, target: str) -> None:
+    refused: list[str] = []
+
+    def remove(message: str) -> None:
+        with pytest.raises(trtpipe.UsageError) as caught:
+            remove_targets([target], Store(default_home()))
+        refused.append(str(caught.value))
+
+    trtpipe.tune(target, SLO, minutes=1, note=remove)
+    assert set(refused) == {f"{target} is being tuned; wait until `trtpipe tune` has ended"}
+    assert machine.measured
+    assert remove_targets([target], Store(default_home())) == [target]
+
+
+def test_options_are_judged_while_another_search_runs(machine: Machine, target: str) -> None:
+    with (
+        Store(default_home()).alone("tune", trtpipe.HostError("unused")),
+        pytest.raises(trtpipe.UsageError, match="--minutes is 0"),
+    ):
+        trtpipe.tune(target, SLO, minutes=0)
+    assert not machine.measured
