@@ -14,8 +14,8 @@ def variables(*schemes: str) -> list[str]:
 
 def with_proxy(remedy: str, url: str) -> str:
     """`remedy` for a server that is not reached, and the proxy through which requests to it go, if any."""
-    from urllib.request import proxy_bypass_environment  # here: it loads http.client and ssl
+    from urllib.request import proxy_bypass  # here: it loads http.client and ssl
 
     parts = urlsplit(url)
-    named = [] if proxy_bypass_environment(parts.netloc) else variables(parts.scheme)
+    named = [] if proxy_bypass(parts.netloc) else variables(parts.scheme)
     return f"{remedy}, and the proxy of {' or '.join(named)}" if named else remedy
