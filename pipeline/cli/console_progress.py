@@ -35,10 +35,11 @@ class Work:
     def __init__(self, name: str, reason: str) -> None:
         self.name = name
         self.reason = reason
-        self.started = self._begun = time.monotonic()
+        self._begun = self._step_began = time.monotonic()
         self.done = self.total = self._before = self._earlier = 0
         self.detail = "running"
         self._steps: set[str] = set()
+        self._step = ""
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -60,6 +61,8 @@ class Work:
 
     def step(self, text: str, detail: str = "") -> None:
         self.detail = f"{text}  {detail}".rstrip()
+        if text != self._step:
+            self._step, self._step_began = text, time.monotonic()
         if text not in self._steps:
             self._steps.add(text)
             self.begin(text)
@@ -96,7 +99,7 @@ class _Lines(Work):
 
     def tell(self, ended: threading.Event) -> None:
         while not ended.wait(PERIOD_S):
-            console.note(f"{self.line()}, for {duration(time.monotonic() - self.started)} now")
+            console.note(f"{self.line()}, for {duration(time.monotonic() - self._step_began)} now")
 
 
 # The work that is shown. One piece of work runs at a time.

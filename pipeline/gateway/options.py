@@ -13,6 +13,8 @@ from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.tools.formats import FORMATS
 
+# Of each its memory: some 60 MB.
+MOST_WORKERS = 256
 # A scheme, a host in small letters and a port, as browsers write an origin.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 
@@ -137,6 +139,8 @@ class GatewayOptions:
         for name in ("workers", "connections", "max_body_bytes", "max_choices", "default_max_tokens", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.workers > MOST_WORKERS:
+            raise UsageError(f"{self.workers} gateway workers", remedy=f"give at most {MOST_WORKERS}, one for a core")
         if self.linger_s < 0 or self.drain_s < 0:
             raise UsageError("--linger and --drain are times", remedy="give seconds, 0 or more")
         self.upstream()

@@ -68,7 +68,7 @@ def free_ports(host: str, **ports: int) -> dict[str, int]:
                     probe.bind((host, port))
             except OSError as error:
                 raise HostError(
-                    f"port {port} on {host} cannot be taken",
+                    f"{f'port {port}' if port else 'a free port'} on {host} cannot be taken",
                     why=error.strerror or str(error),
                     remedy=f"stop what listens there, or pass --{name}-port 0 to choose a free one"
                     if error.errno in (errno.EADDRINUSE, errno.EACCES)

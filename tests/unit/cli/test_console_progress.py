@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,23 +85,28 @@ def test_a_terminal_has_a_bar_of_the_share_that_is_done(monkeypatch: pytest.Monk
 def test_a_pipe_gets_lines_as_work_and_its_steps_begin_and_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, note = threading.Event(), console.note
+    told = {"reading": threading.Event(), "writing": threading.Event()}
+    note = console.note
 
     def seen(line: str) -> None:
         note(line)
         if ", for " in line:
-            told.set()
+            told[line.split()[1].rstrip(",")].set()
 
     monkeypatch.setattr(console, "note", seen)
     monkeypatch.setattr(console_progress, "PERIOD_S", 0.01)
     with working("download", "first run") as work:
         work.step("reading", "1 of 2")
         work.step("reading", "2 of 2")
-        assert told.wait(30)
+        assert told["reading"].wait(30)
+        clock = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+        work.step("writing")  # each step has its own time
+        assert told["writing"].wait(30)
     lines = capsys.readouterr().err.splitlines()
-    first, second, later = lines[0], lines[1], lines[-1]
-    assert (first, second) == ("download  running  (first run)", "download  reading")
-    assert later == "download  reading  2 of 2, for 0 s now"
+    assert lines[:2] == ["download  running  (first run)", "download  reading"]
+    assert "download  reading  2 of 2, for 0 s now" in lines
+    assert lines[-1] == "download  writing, for 0 s now"
 
 
 def test_quiet_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path
         {"grpc_url": "http://localhost:1/x"},
         {"tls_cert": None},
         {"workers": 0},
+        {"workers": 100_000},
         {"port": 70_000},
     ):
         with pytest.raises(UsageError):

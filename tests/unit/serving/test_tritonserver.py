@@ -191,7 +191,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(HostError) as caught:
         choose_endpoints("192.0.2.1", 0, 0, 0)
     assert str(caught.value) == (
-        "port 0 on 192.0.2.1 cannot be taken: Cannot assign requested address; "
+        "a free port on 192.0.2.1 cannot be taken: Cannot assign requested address; "
         "pass an IPv4 address of this machine as --host"
     )
 
