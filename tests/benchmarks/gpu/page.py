@@ -58,8 +58,9 @@ MISSING = {
 - **Load for long** on a GPU. On a CPU, an hour of it: [soak.md](soak.md).
 """,
     "parallel": """\
-- **Two GPUs** of this kind. On two H200s: [h200.md](h200.md). On a CPU, in every run of the tests: ranks in processes
-  of their own over gloo against the same shards in one process, and these against transformers.
+- **Several GPUs**, on this page. Two and four H100s: [h100-x4.md](h100-x4.md). Two H200s: [h200.md](h200.md). On a CPU,
+  in every run of the tests: ranks in processes of their own over gloo against the same shards in one process, and these
+  against transformers.
 """,
 }
 

@@ -143,7 +143,7 @@ def test_steps_are_compared_up_to_where_answers_part() -> None:
 def test_what_was_not_run_is_always_told() -> None:
     nothing = page.render({})
     assert "TensorRT engines" in nothing
-    assert "**Two GPUs**" in nothing
+    assert "**Several GPUs**" in nothing
     speeds: dict[str, Any] = {"fp8": {"in_process": {}, "served": []}}
     there = page.render({"kv_cache": section(speeds)})
     assert "**The speed of an FP8 KV cache**" in nothing
