@@ -30,9 +30,12 @@ def beside() -> Path | None:
 
 
 def choose(backend: EngineBackend, *, on_cpu: bool, asked: str | None) -> str:
-    """Python for engines of a runtime. Raises HostError where its environment lacks what the runtime needs."""
+    """Python for engines of a runtime. Raises HostError for what is no Python, and where its environment lacks what the
+    runtime needs."""
     needs = backend.NEEDS_ON_CPU if on_cpu else backend.NEEDS
     if needs is None:
+        if asked is not None:
+            _version(asked, "pip")  # of any package
         return asked or sys.executable
     python = asked or str(beside() or sys.executable)
     require(python, needs)

@@ -56,6 +56,8 @@ def test_a_python_that_cannot_run_the_engine_is_refused_in_a_line(prefix: Path, 
         "name a Python",
         ("false", "pip>=1"): "false is not a Python that works: exit status 1; name a Python",
     }
+    with pytest.raises(HostError, match="false is not a Python that works"):
+        choose(reference, on_cpu=True, asked="false")  # type: ignore[arg-type]
     for (python, package), message in refusals.items():
         with pytest.raises(HostError) as error:
             require(python, Needs(package=package, install=("x",)))
