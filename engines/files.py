@@ -35,7 +35,7 @@ class DiskFull(HostError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error of the system, a library or a worker says that a disk or a quota is full."""
+    """Whether the error means that a disk or a quota is full, whichever library or process raised it."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or FULL.search(str(error)) is not None
 

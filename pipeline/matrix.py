@@ -108,7 +108,7 @@ def raise_failures(outcomes: list[Outcome]) -> None:
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether it is a model's folder or file, whose path may hold commas."""
+    """Whether `--model` names an existing folder or file: commas in its path then separate nothing."""
     return name == "model" and Path(value).exists()
 
 

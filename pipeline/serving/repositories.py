@@ -33,7 +33,7 @@ def find_repository(target: str | None) -> Found:
     """The repository to serve: of a target in ./runs, in a folder, or of the newest run. Raises UsageError."""
     if target is None:
         links = [link for run in RUNS.glob("*") if (link := run / "repository").is_symlink() or link.is_dir()]
-        # Broken links sort first: one of them is chosen only if there is no other.
+        # A target with broken links sorts first, so the last one is a broken one only where all are.
         runs = sorted(links, key=lambda link: (link.exists(), link.lstat().st_mtime))
         if not runs:
             raise UsageError(

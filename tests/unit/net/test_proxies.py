@@ -1,4 +1,4 @@
-"""What a message says of the proxies that the environment names."""
+"""Error messages name the proxy variable that a request obeys."""
 
 from __future__ import annotations
 
