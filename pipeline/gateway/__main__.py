@@ -1,4 +1,4 @@
-"""One worker of the gateway, started by the supervisor, which holds the port and the shared counters."""
+"""One worker of the gateway, started by the supervisor, which holds its socket and the shared counters."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ def main(spec: dict[str, Any]) -> int:
         counters = SharedCounters(Path(spec["counters"]), spec["row"], spec["rows"])
         most = most_connections(tls=options.tls_cert is not None)
         app, connections = build(options, counters, forks, most_connections=most)
-        listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-        # All workers bind the port; the kernel distributes the connections.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.bind((options.host, options.port))
         server = Server(
             app,
             connections,
-            lambda: _tell(spec["ready"], "ready\n"),
+            lambda: _tell(spec["tell"], "ready\n"),
+            lambda: _tell(spec["tell"], "left\n"),
             linger_s=options.linger_s,
             drain_s=options.drain_s,
             ssl_certfile=options.tls_cert,
@@ -47,19 +43,18 @@ def main(spec: dict[str, Any]) -> int:
         )
     except (TrtpipeError, OSError) as error:
         known = translate(error) or HostError("the gateway cannot listen", why=str(error))
-        _tell(spec["ready"], json.dumps(error_to_json(known)))
+        _tell(spec["tell"], json.dumps(error_to_json(known)))
         return 1
     # The supervisor replaces this worker, and not for the sake of time: no answer is cut short.
     signal.signal(signal.SIGHUP, lambda number, frame: server.leave(math.ceil(options.timeout_s)))
-    server.run(sockets=[listening])
+    server.run(sockets=[socket.socket(fileno=spec["port"])])
     forks.stop()
     return 0
 
 
 def _tell(pipe: int, words: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads the pipe of a restarted worker
+    with contextlib.suppress(OSError):  # the supervisor was killed
         os.write(pipe, words.encode())
-    os.close(pipe)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ def most_connections(*, tls: bool) -> int:
 
 
 class Server(uvicorn.Server):
-    """Serves `app` to `connections`, and calls `ready` when it listens."""
+    """Serves `app` to `connections`; calls `ready` when it listens, and `left` when it takes no more requests."""
 
     def __init__(
-        self, app: Any, connections: Connections, ready: Callable[[], None] = lambda: None, *,
-        linger_s: int = 0, drain_s: int = 5, **options: Any,
+        self, app: Any, connections: Connections, ready: Callable[[], None] = lambda: None,
+        left: Callable[[], None] = lambda: None, *, linger_s: int = 0, drain_s: int = 5, **options: Any,
     ) -> None:  # fmt: skip
         """`linger_s` and `drain_s` are those of GatewayOptions, `options` uvicorn's. Raises OSError for a certificate
         that cannot be read."""
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
         config.load()
         super().__init__(config)
         self._connections = connections
-        self._ready = ready
+        self._ready, self._left = ready, left
         self._linger_s = linger_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,4 +79,6 @@ class Server(uvicorn.Server):
         # Each answer that starts now ends its connection, and says so. uvicorn does not read a request's own field.
         self.server_state.default_headers.append((b"connection", b"close"))
         await asyncio.sleep(self._linger_s)
+        # uvicorn stops listening and ends idle connections before anything else runs, and waits 0.1 s then.
+        asyncio.get_running_loop().call_later(0.05, self._left)
         await super().shutdown(sockets)

@@ -1,10 +1,12 @@
 """Supervisor of the gateway's worker processes: starts them together, watches, restarts, replaces and ends them.
 
-The supervisor binds the port without listening, which reserves it for the workers; they share it by SO_REUSEPORT.
+The supervisor binds the port once for each worker, by SO_REUSEPORT, and the worker listens on that socket. So the port
+is reserved, the kernel distributes the connections, and those that wait to be accepted outlive a worker.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -28,28 +30,55 @@ from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
 READY_SECONDS = 60.0
 # Beyond the time that answers have.
 STOP_SECONDS = 5.0
+# A replaced worker has this long to stop taking requests; after it nobody waits any longer.
+LEAVE_SECONDS = 10.0
+READY, LEFT = b"ready\n", b"left\n"
 # A worker with this many deaths within this time counts as broken.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker's process, and its row in the shared counters."""
+    """A worker's process, its row in the shared counters, and the pipe that tells when it is ready and when it left."""
 
     process: subprocess.Popen[bytes]
     row: int
+    pipe: io.FileIO
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    def listen(self, word: bytes, deadline: float) -> bytes:
+        """What the worker says until `word`, its end or `deadline`, which is a time of the monotonic clock."""
+        said = b""
+        while not said.endswith(word):
+            readable, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
+            piece = self.pipe.read(4096) if readable else b""
+            if not piece:
+                break
+            said += piece
+        return said
+
+    def await_ready(self, deadline: float) -> None:
+        """Raises the worker's own error, or StageFailed."""
+        said = self.listen(READY, deadline)
+        if said.endswith(READY):
+            return
+        if time.monotonic() >= deadline:
+            raise StageFailed(f"a gateway worker is not ready after {READY_SECONDS:.0f} s")
+        self.process.wait(timeout=STOP_SECONDS)
+        if said:
+            raise error_from_json(parse_json(said))
+        raise StageFailed("the gateway does not start", why=f"it ended with status {self.process.returncode}")
+
 
 class Gateway:
     """A running gateway. Made by `start`."""
 
-    def __init__(self, options: GatewayOptions, port: socket.socket, counters: Path, log: Path | None) -> None:
+    def __init__(self, options: GatewayOptions, ports: list[socket.socket], counters: Path, log: Path | None) -> None:
         self.options = options
-        self._port = port
+        self._ports = ports
         self._counters = counters
         self._log = log
         self._rows = 0
@@ -63,11 +92,11 @@ class Gateway:
 
         Raises HostError when the port is taken, a worker's own error, or StageFailed.
         """
-        port = _hold(options.host, options.port)
-        options = replace(options, port=port.getsockname()[1])
+        ports = _bind(options.host, options.port, options.workers)
+        options = replace(options, port=ports[0].getsockname()[1])
         descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
         os.close(descriptor)
-        gateway = cls(options, port, Path(name), log)
+        gateway = cls(options, ports, Path(name), log)
         try:
             gateway._workers = gateway._start_workers(options)
         except BaseException:
@@ -100,45 +129,49 @@ class Gateway:
                         f"the gateway's workers ended {len(deaths)} times within {RESTART_WINDOW_SECONDS:.0f} s",
                         why=f"the last with status {worker.process.returncode}",
                     )
-                self._workers[index], ready = self._spawn(self.options, worker.row)
+                worker.pipe.close()
                 # Other workers go on answering: this one may take its time, and is checked in the next round.
-                os.close(ready)
+                self._workers[index] = self._spawn(self.options, index, worker.row)
 
     def serve_models(self, models: tuple[ServedModel, ...]) -> None:
-        """Replace the workers by others that serve `models`. No request is refused: the old workers take requests until
-        all new ones do, and end with their last answer.
+        """Replace the workers by others that serve `models`, and wait until the old ones take no more requests. None is
+        refused: the old workers take requests until all new ones do, and end with their last answer.
 
         Raises a worker's own error, or StageFailed; the old workers go on then.
         """
         options = replace(self.options, models=models)
         started = self._start_workers(options)
-        for worker in self._workers:
+        replaced, self._workers, self.options = self._workers, started, options
+        self._leaving += replaced
+        for worker in replaced:
             if worker.alive:
                 worker.process.send_signal(signal.SIGHUP)
-        self._leaving += self._workers
-        self._workers, self.options = started, options
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for worker in replaced:
+            worker.listen(LEFT, deadline)
 
     def stop(self) -> None:
         """End the workers; running answers have some seconds to end. May be called twice, and from a signal."""
         self._stopping.set()
+        for port in self._ports:  # otherwise connections would wait for workers that have stopped listening
+            port.close()
         self._end([*self._workers, *self._leaving])
         self._counters.unlink(missing_ok=True)
-        self._port.close()
 
     def _start_workers(self, options: GatewayOptions) -> list[Worker]:
         """Start workers and wait until all of them listen. Raises a worker's own error, or StageFailed; none of them is
         left then."""
-        started: list[tuple[Worker, int]] = []
+        started: list[Worker] = []
         try:
-            for row in self._free_rows(options.workers):
-                started.append(self._spawn(options, row))
+            for index, row in enumerate(self._free_rows(options.workers)):
+                started.append(self._spawn(options, index, row))
             deadline = time.monotonic() + READY_SECONDS
-            for worker, ready in started:
-                _await_ready(worker.process, ready, deadline)
+            for worker in started:
+                worker.await_ready(deadline)
         except BaseException:
-            self._end([worker for worker, _ in started])
+            self._end(started)
             raise
-        return [worker for worker, _ in started]
+        return started
 
     def _end(self, workers: list[Worker]) -> None:
         for worker in workers:
@@ -151,6 +184,7 @@ class Gateway:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+            worker.pipe.close()
 
     def _free_rows(self, count: int) -> list[int]:
         """Rows of the shared counters that no running worker adds to; their counts go on."""
@@ -162,14 +196,16 @@ class Gateway:
     def _forget_left(self) -> None:
         for worker in [one for one in self._leaving if not one.alive]:
             self._leaving.remove(worker)
+            worker.pipe.close()
             if worker.row not in {one.row for one in self._workers}:
                 SharedCounters(self._counters, worker.row, self._rows)  # sets its gauges to 0, if it was killed
 
-    def _spawn(self, options: GatewayOptions, row: int) -> tuple[Worker, int]:
-        ready, tell = os.pipe()
+    def _spawn(self, options: GatewayOptions, index: int, row: int) -> Worker:
+        pipe, tell = os.pipe()
+        port = self._ports[index].fileno()
         spec = {
             "options": options.to_json(), "counters": str(self._counters), "row": row, "rows": self._rows,
-            "ready": tell,
+            "port": port, "tell": tell,
         }  # fmt: skip
         log = self._log.open("ab") if self._log else None
         try:
@@ -178,14 +214,14 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                pass_fds=(tell,),
+                pass_fds=(port, tell),
                 start_new_session=True,  # the supervisor decides whether to pass on a Ctrl-C
             )
         finally:
             os.close(tell)
             if log:
                 log.close()
-        return Worker(process, row), ready
+        return Worker(process, row, io.FileIO(pipe))
 
 
 def serve(
@@ -212,43 +248,29 @@ def serve(
         signal.signal(signal.SIGTERM, previous)
 
 
-def _hold(host: str, port: int) -> socket.socket:
-    """Bind the port without listening. Raises HostError when it is in use."""
+def _bind(host: str, port: int, count: int) -> list[socket.socket]:
+    """Sockets that share the port, and do not listen yet. Raises HostError when it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family)
+    bound: list[socket.socket] = []
     try:
         if port:
             # Another gateway would share the port with us silently: only a bind that shares with nobody detects it.
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((host, port))
+        for _ in range(count):
+            one = socket.socket(family)
+            bound.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            one.bind((host, port))
+            port = one.getsockname()[1]
     except OSError as error:
-        held.close()
+        for one in bound:
+            one.close()
         raise HostError(
             f"port {port} on {host} cannot be taken",
             why=error.strerror or str(error),
             remedy="stop what listens there, or choose another port",
         ) from None
-    return held
-
-
-def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) -> None:
-    """Wait until a worker is ready. Raises the worker's own error, or StageFailed."""
-    said = b""
-    try:
-        while not said.endswith(b"ready\n"):
-            readable, _, _ = select.select([ready], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                raise StageFailed(f"a gateway worker is not ready after {READY_SECONDS:.0f} s")
-            piece = os.read(ready, 4096)
-            if not piece:
-                process.wait(timeout=STOP_SECONDS)
-                if said:
-                    raise error_from_json(parse_json(said))
-                raise StageFailed("the gateway does not start", why=f"it ended with status {process.returncode}")
-            said += piece
-    finally:
-        os.close(ready)
+    return bound

@@ -79,6 +79,30 @@ def test_workers_with_other_models_take_over_while_a_stream_goes_on(folder: Path
     run(whole(), 120)
 
 
+def test_a_reload_ends_when_no_old_worker_takes_requests_any_more(folder: Path, tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with (
+            started(folder, tmp_path / "log") as (pid, url),
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+        ):
+            (old,) = workers(pid)
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "llama"
+            old.suspend()
+            models = (ServedModel(name="new", tokenizer=folder),)
+            reloading = asyncio.create_task(asyncio.to_thread(process.reload, pid, models, tmp_path / "log"))
+            # The two workers share a socket, and only the new one can take the connection.
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as another:
+                await until(lambda: len(workers(pid)) == 2)
+                assert (await another.get("/v1/models")).json()["data"][0]["id"] == "new"
+            await asyncio.sleep(0.5)
+            assert not reloading.done()
+            old.resume()
+            await reloading
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "new"
+
+    run(whole(), 120)
+
+
 def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path: Path) -> None:
     async def whole() -> None:
         async with (
