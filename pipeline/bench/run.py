@@ -59,7 +59,11 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     # Not `loop.add_signal_handler`: that loses a signal before the loop runs or after, and then leaves SIGTERM to the
     # system, which ends what is around a measurement without its clean-up.
     main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
-    before = {ending: signal.signal(ending, interrupt) for ending in (signal.SIGINT, signal.SIGTERM) if main}
+    # Under nohup the end of the terminal is ignored.
+    endings = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        endings.append(signal.SIGHUP)
+    before = {ending: signal.signal(ending, interrupt) for ending in endings if main}
     try:
         loop.run_until_complete(session.run())
     except TrtpipeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -301,6 +302,7 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
 
 def _measure(options: BenchOptions, served: Served | None, report: Path | None, *, as_json: bool) -> None:
     """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
+    from trtpipe.engines.errors import HostError
     from trtpipe.engines.json_input import load_json
     from trtpipe.pipeline.api.bench import check_place, measure
     from trtpipe.pipeline.bench.results import folders
@@ -317,9 +319,14 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
 
-    if not as_json:
-        console_bench.report(measured)  # also where no report can be written
-    *_, page, _ = write_report(measured, place)
+    try:
+        if not as_json:
+            console_bench.report(measured)  # also where no report can be written
+    except HostError:
+        if measured.ended_by != signal.SIGHUP:  # else there is no terminal to write to
+            raise
+    finally:  # also where standard output cannot be written
+        *_, page, _ = write_report(measured, place)
     if report is None:
         folders.link_latest(place.parent)
     if as_json:

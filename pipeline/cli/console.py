@@ -57,13 +57,16 @@ READER_LEFT = 128 + 13
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output or standard error, whose failures are not taken for those of a file, or of a connection."""
+    """Standard output, whose failures are not taken for those of a file, or of a connection; or standard error, which
+    says nothing any more after a failure: a measurement goes on where the terminal has ended, or a log's disk is full.
+    """
 
     def write(self, text: str) -> int:
         if text == "":  # click tries streams so, and takes no failure for one
             return 0
         with self._failing():
             return super().write(text)
+        return len(text)
 
     def flush(self) -> None:
         with self._failing():
@@ -80,9 +83,8 @@ class _Output(io.TextIOWrapper):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(READER_LEFT) from None
-            if self is sys.stderr:  # where the error would be printed
-                raise SystemExit(HostError.exit_code) from None
-            raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
+            if self is not sys.stderr:
+                raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
 
 
 def prepare() -> None:

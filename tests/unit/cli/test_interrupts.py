@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +18,7 @@ import pytest
 
 from tests.support.factories import hf_folder
 from trtpipe.engines.process import python_command
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 
 pytestmark = pytest.mark.process
 
@@ -71,3 +76,27 @@ def test_a_command_ends_its_worker(in_folder: Path, number: int, status: int) ->
     assert (process.returncode, "interrupted" in told) == (status, status > 0)
     gone, _ = psutil.wait_procs(workers, timeout=10)
     assert gone == workers
+
+
+@pytest.mark.parametrize("nohup", [False, True], ids=["hangup", "nohup"])
+def test_the_end_of_the_terminal_loses_no_measurement(
+    known: MockServerProcess, tokenizer: Path, in_folder: Path, *, nohup: bool
+) -> None:
+    command = [
+        *python_command("trtpipe"), "bench", "--grpc-url", f"127.0.0.1:{known.grpc_port}", "--concurrency", "2",
+        "--tokenizer", str(tokenizer), "--duration", "3" if nohup else "600", "--report", "report.json",
+    ]  # fmt: skip
+    pid, terminal = pty.fork()
+    if pid == 0:
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.execvp(command[0], command)
+    shown = b""
+    while not re.search(rb"\d\d done, ", shown):
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (4 if nohup else 129)  # 4: standard output cannot be written
+    report = json.loads(Path("report.json").read_text())
+    assert report["partial"] is not nohup
+    assert report["levels"][0]["requests"]["measured"] > 0

@@ -144,7 +144,10 @@ def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:
     return look
 
 
-@pytest.mark.parametrize(("ending", "status"), [(signal.SIGINT, "KeyboardInterrupt()"), (signal.SIGTERM, "Ended(143)")])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [(signal.SIGINT, "KeyboardInterrupt()"), (signal.SIGTERM, "Ended(143)"), (signal.SIGHUP, "Ended(129)")],
+)
 def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
     known: MockServerProcess, tokenizer: Path, ending: signal.Signals, status: str
 ) -> None:
