@@ -14,7 +14,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import FOLDER, AdapterFolder, InstalledAdapter, check_name
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.config import parse_config
-from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.errors import ArtefactRefused, UsageError, suggestion
 from trtpipe.engines.hf.adapter import WEIGHTS, lay_out
 from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.folder import read_model_config
@@ -34,12 +34,29 @@ def added_folder(server_folder: Path) -> Path:
 
 
 def keep_added(before: Path, after: Path, server_folder: Path) -> None:
-    """Link the adapters that were added to the model folder `before` into `after`, the folder that replaces it."""
-    added, new = added_folder(server_folder).resolve(), after / "1" / FOLDER
-    if new.is_dir():
-        for one in AdapterFolder(before / "1" / FOLDER).all():
-            if added in one.path.resolve().parents and not (new / one.path.name).exists():
-                (new / one.path.name).symlink_to(one.path.resolve())
+    """Link the adapters that were added to the model folder `before` into `after`, the folder that replaces it. Raises
+    ArtefactRefused for one whose rank is above that of the new engine, before anything is linked.
+
+    An adapter that the new engine was built with replaces an added one of its name.
+    """
+    if not (after / "1" / FOLDER).is_dir():
+        return
+    built = AdapterFolder(after / "1" / FOLDER)
+    added = [one for one in _added(before, server_folder) if built.find(one.name) is None]
+    largest = read_passport(after / "1").build_config["max_lora_rank"]
+    for one in added:
+        if one.rank > largest:
+            raise ArtefactRefused(
+                f"adapter '{one.name}' has rank {one.rank}, and the new engine takes {largest}",
+                remedy=f"run `trtpipe lora remove {one.name}` first, or build with a larger build.max_lora_rank",
+            )
+    for one in added:
+        (after / "1" / FOLDER / one.path.name).symlink_to(one.path.resolve())
+
+
+def _added(model: Path, server_folder: Path) -> list[InstalledAdapter]:
+    added = added_folder(server_folder).resolve()
+    return [one for one in AdapterFolder(model / "1" / FOLDER).all() if added in one.path.resolve().parents]
 
 
 def find(store: Store, server: Server, served: Served) -> AdapterFolder:

@@ -19,7 +19,7 @@ TARGET = "changing.cpu.fp32"
 
 
 def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[..., Served], tmp_path: Path) -> None:
-    """Adapters, the chat template and the lengths."""
+    """Adapters, the chat template and the lengths; and adapters that were added to the server stay, where they can."""
     model = hf_folder(tmp_path / "changing", dtype="F32", max_position_embeddings=512)
     template = model / "chat_template.jinja"
     adapter = write_adapter(tmp_path / "first", model)
@@ -37,18 +37,37 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         usage: dict[str, Any] = answer.json()["usage"]
         return usage
 
+    def models() -> list[str]:
+        return [one["id"] for one in httpx.get(f"{served.openai}/v1/models", timeout=60).json()["data"]]
+
+    here = ("--server", TARGET)
     build("{{ m.content }}", 96)
     served = serve(TARGET)
     try:
         before = answered(TARGET)
         assert before["total_tokens"] == 96
-        build("{{ m.content }} {{ m.content }}", 64, "--lora", f"first={adapter}")
-        cli.ok("reload", "--server", TARGET)
-        listed = httpx.get(f"{served.openai}/v1/models", timeout=60).json()["data"]
-        assert [one["id"] for one in listed] == [TARGET, f"{TARGET}:first"]
+        build("{{ m.content }} {{ m.content }}", 64, "--lora", f"first={adapter}", "--set", "build.max_lora_rank=16")
+        cli.ok("reload", *here)
+        assert models() == [TARGET, f"{TARGET}:first"]
         for name in (TARGET, f"{TARGET}:first"):
             after = answered(name)
             assert after["total_tokens"] == 64
             assert after["prompt_tokens"] > before["prompt_tokens"]
+
+        for name, rank in (("wide", 16), ("small", 2)):
+            cli.ok("lora", "add", f"{name}={write_adapter(tmp_path / name, model, rank=rank)}", *here)
+        # `small` is the new engine's own now.
+        build("{{ m.content }}", 64, "--lora", f"small={adapter}", "--set", "build.max_lora_rank=8")
+        refused = cli.run("reload", *here)
+        assert refused.status != 0
+        assert "adapter 'wide' has rank 16, and the new engine takes 8; run `trtpipe lora remove wide`" in refused.err
+        assert answered(f"{TARGET}:wide") == after  # the server goes on as it was
+        cli.ok("lora", "remove", "wide", *here)
+        cli.ok("reload", *here)
+        assert models() == [TARGET, f"{TARGET}:small"]
+        assert answered(f"{TARGET}:small") == before | {
+            "total_tokens": 64,
+            "completion_tokens": 64 - before["prompt_tokens"],
+        }
     finally:
         cli.kill_server(TARGET)
