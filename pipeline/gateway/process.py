@@ -64,7 +64,9 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     try:
         return process.pid, _await_line(LISTENS, log, begin, lambda: process.poll() is None, "start")
     except BaseException:  # a Ctrl-C as well: nobody else knows the process yet
-        end(process.pid)
+        # Not `end`: the command line of a process that starts this moment is not there to be read.
+        if not terminate(process.pid, lambda pid: process.poll() is None, STOP_SECONDS):
+            process.kill()  # its workers follow it
         process.wait()
         raise
 
