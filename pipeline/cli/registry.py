@@ -24,7 +24,8 @@ SHOWN = 8
 Only = Annotated[
     str | None,
     typer.Option(
-        help="Artefacts to copy: checkpoint, scales, tokenizer, accuracy, engine; what serving takes if left out."
+        help="Artefacts to copy: checkpoint, scales, tokenizer, adapters, accuracy, engine; what serving takes if left "
+        "out."
     ),
 ]
 

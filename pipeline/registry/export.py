@@ -29,6 +29,7 @@ from trtpipe.pipeline.registry.package import (
     link,
     planned,
     receive,
+    refuse_objects,
 )
 from trtpipe.pipeline.run_folder import find_run, require_run
 from trtpipe.pipeline.spec import BuildSpec
@@ -39,8 +40,8 @@ from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
 INDEX = "trtpipe.json"
-# Artefacts needed to finish a target; only quantized targets have the last one.
-CARRIED = ("checkpoint", "tokenizer", "accuracy")
+# Artefacts needed to finish a target, where it has them: the first two always, the last where it is quantized.
+CARRIED = ("checkpoint", "tokenizer", "adapters", "accuracy")
 # The index of a target with 100,000 files has some 20 MB.
 MAX_INDEX_BYTES = 32 << 20
 _CHUNK = 8 << 20
@@ -104,8 +105,8 @@ def unpack(
             index = _read_index(tar, path)
             spec = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
-            absent = {"checkpoint", "tokenizer"} - index["artefacts"].keys()
-            if absent:
+            needed = {"checkpoint", "tokenizer"} | ({"adapters"} if spec.adapters else set())
+            if absent := needed - index["artefacts"].keys():
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
             counter = Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {
@@ -174,8 +175,9 @@ def _take(
         _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
 
     origin = Origin(source=str(path.resolve()), content=entry["content"])
+    inspect = refuse_objects(str(path)) if name == "adapters" else lambda out: None
     # For an artefact that is there nothing is written, but its files in the tar must match their digests.
-    return receive(entry, store.of(origin), take, lambda file: take(file, None))
+    return receive(entry, store.of(origin), take, lambda file: take(file, None), inspect)
 
 
 def _extract(

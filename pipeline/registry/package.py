@@ -34,7 +34,7 @@ from trtpipe.pipeline.store.store import Artefact, Store
 FORMAT = 1
 # Artefacts of a target that are transported. The repository is made again where it is served.
 # Files that an artefact may hold: data that is parsed. Code is refused under any name.
-DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".safetensors", ".yaml")
+DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".npy", ".safetensors", ".yaml")
 
 Index = dict[str, Any]
 
@@ -247,6 +247,25 @@ def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
                     why="it says what a runtime loads and runs",
                     remedy="take its checkpoint (--only checkpoint,tokenizer,accuracy) and build the engine here",
                 )
+
+    return inspect
+
+
+def refuse_objects(where: str) -> Callable[[Path], None]:
+    """An inspection of adapters: a NumPy file must hold numbers, since one of Python objects holds code."""
+
+    def inspect(adapters: Path) -> None:
+        import numpy as np
+
+        for path in adapters.rglob("*.npy"):
+            try:
+                np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ArtefactRefused(
+                    f"{where}: {path.relative_to(adapters)} of the adapters is not an array of numbers",
+                    why=str(error),
+                    remedy="build the target here from its model",
+                ) from None
 
     return inspect
 

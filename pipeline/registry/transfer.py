@@ -30,6 +30,7 @@ from trtpipe.pipeline.registry.package import (
     passport_of,
     planned,
     receive,
+    refuse_objects,
     refuse_settings,
 )
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, unwrapped
@@ -39,7 +40,7 @@ from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Store
 
 # Artefacts that a push moves by default: those needed to serve.
-USUAL = ("tokenizer", "accuracy", "engine")
+USUAL = ("tokenizer", "adapters", "accuracy", "engine")
 # Limit of a passport's size, larger than any passport.
 PASSPORT_BYTES = 1 << 20
 
@@ -138,7 +139,7 @@ def pull(
             _require_fit(index)
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
-    inspections = {"engine": refuse_settings(spec, where)}
+    inspections = {"engine": refuse_settings(spec, where), "adapters": refuse_objects(where)}
     for name, entry in index["artefacts"].items():
         folder = store.incoming(Record(**entry["record"]))
         part = store.of(Origin(source=registry.url, content=entry["content"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, build, plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import AdapterFolder
-from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.execution import hardware
+from trtpipe.pipeline.registry import export, transfer
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.package import refuse_objects
 from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
@@ -83,6 +87,28 @@ def test_a_target_that_is_built_again_without_adapters_has_none(
     assert not (run.linked("repository") / "tensorrt_llm" / "1" / "lora").exists()
 
 
+@pytest.mark.parametrize("way", ["export", "registry"])
+def test_a_target_with_adapters_is_finished_elsewhere(
+    model: Path, lora: dict[str, str], tmp_path: Path, way: str
+) -> None:
+    """Where neither the model nor the adapters' folders are."""
+    chosen = plan(model, lora=lora)
+    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    execute(chosen, here, Recorder())
+    shelf = open_registry(str(tmp_path / "shelf"))
+    packed = export.pack(chosen.target, here, tmp_path / "out.tar")
+    transfer.push(chosen.target, shelf, here)
+    for folder in (model, Path("fr"), Path("de"), here.home):
+        shutil.rmtree(folder)
+    arrived = export.unpack(packed, there) if way == "export" else transfer.pull(chosen.target, shelf, there).arrived
+    assert arrived is not None
+    execute(arrived.spec, there, Recorder(), given=arrived.artefacts)
+    found = RunFolder.of(chosen.target).linked("repository")
+    assert [(one.name, one.rank) for one in AdapterFolder(found / "tensorrt_llm" / "1" / "lora").all()] == [
+        ("de", 2), ("fr", 4),
+    ]  # fmt: skip
+
+
 def test_only_what_adapters_change_is_made_again(model: Path, lora: dict[str, str], tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     assert "adapters" not in build(plan(model), store)
@@ -144,6 +170,17 @@ def test_an_engine_of_tensorrt_llm(
     (one,) = AdapterFolder(found / "lora").all()
     assert np.load(one.path / "model.lora_config.npy").tolist() == [[[1, 0, 2], [3, 0, 2], [1, 1, 2], [3, 1, 2]]]
     assert load_backend("tensorrt_llm").SAME_ADAPTERS
+    # Their arrays travel, and an array of Python objects, which holds code, does not.
+    store = Store(tmp_path / "home")
+    shelf = open_registry(str(tmp_path / "shelf"))
+    transfer.push(chosen.target, shelf, store)
+    assert "adapters" in transfer.pull(chosen.target, shelf, Store(tmp_path / "there"), any_machine=True).artefacts
+    np.save(tmp_path / "objects.npy", np.array([print]), allow_pickle=True)
+    (tmp_path / "objects.npy").rename(tmp_path / "model.lora_weights.npy")
+    with pytest.raises(
+        ArtefactRefused, match=r"^here: model\.lora_weights\.npy of the adapters is not an array"
+    ):
+        refuse_objects("here")(tmp_path)
 
 
 @pytest.mark.parametrize(
