@@ -24,8 +24,8 @@ SHOWN = 8
 Only = Annotated[
     str | None,
     typer.Option(
-        help="Artefacts to copy: checkpoint, scales, tokenizer, adapters, accuracy, engine; what serving takes if left "
-        "out."
+        help="Artefacts to copy: checkpoint, scales, tokenizer, adapters, draft, accuracy, engine; what serving takes "
+        "if left out."
     ),
 ]
 

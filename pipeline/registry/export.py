@@ -40,8 +40,8 @@ from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
 INDEX = "trtpipe.json"
-# Artefacts needed to finish a target, where it has them: the first two always, the last where it is quantized.
-CARRIED = ("checkpoint", "tokenizer", "adapters", "accuracy")
+# Artefacts needed to finish a target, of those that it has.
+CARRIED = ("checkpoint", "tokenizer", "adapters", "draft", "accuracy")
 # The index of a target with 100,000 files has some 20 MB.
 MAX_INDEX_BYTES = 32 << 20
 _CHUNK = 8 << 20
@@ -105,8 +105,7 @@ def unpack(
             index = _read_index(tar, path)
             spec = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
-            needed = {"checkpoint", "tokenizer"} | ({"adapters"} if spec.adapters else set())
-            if absent := needed - index["artefacts"].keys():
+            if absent := {stage.makes for stage in stages_of(spec)}.intersection(CARRIED) - index["artefacts"].keys():
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
             counter = Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {

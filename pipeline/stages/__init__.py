@@ -9,6 +9,7 @@ from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.stages.calibrate import CALIBRATE
 from trtpipe.pipeline.stages.convert import CONVERT
 from trtpipe.pipeline.stages.download import DOWNLOAD
+from trtpipe.pipeline.stages.draft import DRAFT
 from trtpipe.pipeline.stages.package import PACKAGE
 from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.stages.tokenizer import TOKENIZER
@@ -16,8 +17,8 @@ from trtpipe.pipeline.stages.verify import VERIFY
 
 __all__ = ["STAGES", "Job", "Resources", "Stage", "carried", "stages_of"]
 
-# The tokenizer and the adapters come before the engine, which may have to wait for another machine.
-STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, ADAPTERS, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
+# What an engine and its repository are made of comes before the engine, which may have to wait for another machine.
+STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, ADAPTERS, DRAFT, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
 
 
 def stages_of(spec: BuildSpec) -> tuple[Stage, ...]:

@@ -12,7 +12,7 @@ from trtpipe.engines.backends.base import Target, Workshop, settings_of
 from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
 from trtpipe.engines.executor import Executor
-from trtpipe.engines.hf.draft import draft_files, lay_out_draft
+from trtpipe.engines.hf.draft import lay_out_draft
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import FolderSource, GgufSource
@@ -25,7 +25,6 @@ from trtpipe.pipeline.execution.executors import LocalExecutor
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Resources, Stage
 from trtpipe.pipeline.stages.convert import checkpoint_disk, hashed_mapping
-from trtpipe.pipeline.store.digests import Digests, combined
 from trtpipe.pipeline.store.store import Artefact
 
 # Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
@@ -57,7 +56,8 @@ class Build(Stage):
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         # A quantized checkpoint is built after it has passed the accuracy gate.
-        return ("checkpoint",) if spec.precision.recipe is None else ("checkpoint", "accuracy")
+        gate = () if spec.precision.recipe is None else ("accuracy",)
+        return ("checkpoint", *gate, *(("draft",) if spec.build.speculative_model is not None else ()))
 
     def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
         # Other runtimes link the checkpoint's files.
@@ -87,12 +87,6 @@ class Build(Stage):
             "build": {name: choices[name] for name in known if name not in NOT_IN_ENGINE},
         }
 
-    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        if settings.build.speculative_model is None:
-            return {}
-        files = draft_files(Path(settings.build.speculative_model))
-        return {"draft": combined((path.name, digests.file(path)) for path in files)}
-
     def tools(self, settings: Settings) -> dict[str, str]:
         return load_backend(settings.runtime).tool_versions(settings.target.toolchain)
 
@@ -109,8 +103,8 @@ class Build(Stage):
             executor.prepare(job.progress)
         workshop = Workshop(executor=executor, log=job.log, show=job.show)
         engine, where = backend.build(checkpoint, job.out, settings.build, target, workshop)
-        if settings.build.speculative_model is not None:
-            lay_out_draft(Path(settings.build.speculative_model), engine.path)
+        if "draft" in job.inputs:
+            lay_out_draft(job.inputs["draft"], engine.path)
         accuracy = None
         if "accuracy" in job.inputs:
             measured = read_json(job.inputs["accuracy"] / JSON_NAME, "accuracy")

@@ -177,9 +177,7 @@ def test_an_engine_of_tensorrt_llm(
     assert "adapters" in transfer.pull(chosen.target, shelf, Store(tmp_path / "there"), any_machine=True).artefacts
     np.save(tmp_path / "objects.npy", np.array([print]), allow_pickle=True)
     (tmp_path / "objects.npy").rename(tmp_path / "model.lora_weights.npy")
-    with pytest.raises(
-        ArtefactRefused, match=r"^here: model\.lora_weights\.npy of the adapters is not an array"
-    ):
+    with pytest.raises(ArtefactRefused, match=r"^here: model\.lora_weights\.npy of the adapters is not an array"):
         refuse_objects("here")(tmp_path)
 
 

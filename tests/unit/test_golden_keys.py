@@ -34,6 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "an A100, INT8": {"gpu": "a100", "dtype": "int8"},
     "an A100, INT8 weights": {"gpu": "a100", "dtype": "int8-wo"},
     "another release": {"gpu": "h100", "dtype": "bf16", "toolchain": "0.21.0"},
+    "a draft model": {"gpu": "cpu", "dtype": "fp32"},
 }
 SIZES = [f"build.{name}={value}" for name, value in
          (("max_batch_size", 4), ("max_input_len", 64), ("max_seq_len", 128), ("max_num_tokens", 256))]  # fmt: skip
@@ -42,11 +43,14 @@ SIZES = [f"build.{name}={value}" for name, value in
 def test_the_key_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
     model, store = hf_folder(tmp_path / "tiny"), Store(tmp_path / "home")
+    draft = [f"build.speculative_model={hf_folder(tmp_path / 'draft', num_hidden_layers=1)}",
+             "build.speculative_decoding_mode=draft_model", "build.max_draft_len=2"]  # fmt: skip
     keys: dict[str, dict[str, str]] = {}
     for name, options in PLANS.items():
         # As a recorded spec, which is not judged: INT8 weights of so small a model have no kernel.
         recorded = facts.find_model(str(model), source=None, revision=None)
-        plan = resolve([("option", {"model": str(model), **options}), set_layer(SIZES)], model=recorded)
+        sets = [*SIZES, *draft] if name == "a draft model" else SIZES
+        plan = resolve([("option", {"model": str(model), **options}), set_layer(sets)], model=recorded)
         keys[name] = {}
         for stage in stages_of(plan):
             inputs = {makes: hashlib.sha256(makes.encode()).hexdigest() for makes in stage.inputs(plan)}

@@ -82,4 +82,13 @@ def test_a_stage_says_what_it_uses_of_a_machine_and_whether_its_artefact_travels
     spec = plan(hf_folder(in_folder / "tiny"))
     largest = {"CPU": 8.0, "memory": 64.0 * GIB, "GPU": 1.0}
     assert needs(added, spec, largest) == Needs(cpus=3, memory=2 * GIB, gpus=1)
-    assert stages.carried() == ("tokenizer", "adapters", "checkpoint", "census", "scales", "accuracy", "engine")
+    assert stages.carried() == (
+        "tokenizer",
+        "adapters",
+        "draft",
+        "checkpoint",
+        "census",
+        "scales",
+        "accuracy",
+        "engine",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
+from trtpipe.pipeline.registry import export
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving.host_memory import cache_bytes, require_host_memory
@@ -122,6 +124,22 @@ def test_a_draft_model_is_in_the_engine_and_in_its_key(in_folder: Path, tmp_path
     asked["speculative_model"] = str(in_folder / "new")
     execute(spec(model, "reference", **asked), store, Recorder())
     assert folder.linked("engine").resolve() != engine
+
+
+def test_a_target_with_a_draft_model_is_finished_elsewhere(in_folder: Path, tmp_path: Path) -> None:
+    model, small = hf_folder(in_folder / "tiny"), hf_folder(in_folder / "small", num_hidden_layers=1)
+    asked = {**NGRAM, "speculative_decoding_mode": "draft_model", "speculative_model": str(small)}
+    chosen, here, there = spec(model, "reference", **asked), Store(tmp_path / "here"), Store(tmp_path / "there")
+    execute(chosen, here, Recorder())
+    packed = export.pack(chosen.target, here, tmp_path)
+    for folder in (model, small, here.home):
+        shutil.rmtree(folder)
+    arrived = export.unpack(packed, there)
+    execute(arrived.spec, there, Recorder(), given=arrived.artefacts)
+    engine = RunFolder.of(chosen.target).linked("engine")
+    assert sorted(path.name for path in (engine / "draft").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
 
 
 def test_host_memory_of_a_repository(in_folder: Path, tmp_path: Path) -> None:
