@@ -69,6 +69,7 @@ class Connections:
         self.held = 0
         self.leaving = False  # this process is about to end
         self.lingers = False  # idle connections then end by their own timer, since their clients may be sending
+        self.replaced = False  # other processes take new requests: those that are arriving are still answered
         self._most = most
         self._unfinished_bytes = unfinished_bytes
         self._open: set[Connection] = set()
@@ -239,7 +240,8 @@ class Connection(HttpToolsProtocol):
         self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
 
     def shutdown(self) -> None:
-        if self.answering or not self._all.lingers:
+        arriving = self._all.replaced and (self._in_head or self._in_body)
+        if self.answering or not (self._all.lingers or arriving):
             super().shutdown()
 
     # Called by `Connections`

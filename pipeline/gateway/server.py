@@ -13,6 +13,8 @@ import uvicorn
 from trtpipe.pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
 
 HANDSHAKE_SECONDS = 10.0
+# A client that has connected sends its request within this time; a replaced worker still answers it.
+SETTLE_SECONDS = 0.5
 
 
 def most_connections(*, tls: bool) -> int:
@@ -51,6 +53,7 @@ class Server(uvicorn.Server):
         self._connections = connections
         self._ready, self._left = ready, left
         self._linger_s = linger_s
+        self._replaced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -71,14 +74,18 @@ class Server(uvicorn.Server):
     def leave(self, drain_s: int) -> None:
         """Stop taking requests, since other workers take them; running answers have `drain_s` to end."""
         self.config.timeout_graceful_shutdown = drain_s
-        self._linger_s = 0
-        self.should_exit = True
+        self._replaced = self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
+        if self._replaced:
+            self._connections.replaced = True
+            for server in self.servers:
+                server.close()
+        else:
+            self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
         # Each answer that starts now ends its connection, and says so. uvicorn does not read a request's own field.
         self.server_state.default_headers.append((b"connection", b"close"))
-        await asyncio.sleep(self._linger_s)
+        await asyncio.sleep(SETTLE_SECONDS if self._replaced else self._linger_s)
         # uvicorn stops listening and ends idle connections before anything else runs, and waits 0.1 s then.
         asyncio.get_running_loop().call_later(0.05, self._left)
         await super().shutdown(sockets)

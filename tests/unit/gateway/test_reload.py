@@ -103,6 +103,25 @@ def test_a_reload_ends_when_no_old_worker_takes_requests_any_more(folder: Path, 
     run(whole(), 120)
 
 
+def test_a_request_that_is_arriving_at_a_reload_is_answered(folder: Path, tmp_path: Path) -> None:
+    async def whole() -> bytes:
+        async with started(folder, tmp_path / "log") as (pid, url):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"GET /v1/models HTTP/1.1\r\n")
+            await asyncio.sleep(0.2)
+            models = (ServedModel(name="new", tokenizer=folder),)
+            await asyncio.to_thread(process.reload, pid, models, tmp_path / "log")
+            writer.write(b"host: here\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    answer = run(whole(), 60)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close\r\n" in answer
+    assert b'"id":"llama"' in answer
+
+
 def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path: Path) -> None:
     async def whole() -> None:
         async with (
