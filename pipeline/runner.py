@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError, nearest, suggestion
+from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, nearest, suggestion
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import explain
@@ -87,7 +87,17 @@ def execute(
             later = [stage for stage in later if stage in stages[: stages.index(on_target)]]
     if perform is None:
         for stage in stages:  # a file that it reads and that is not there need not wait for the stages before it
-            stage.sources(stage.settings(spec), store.digests)
+            try:
+                stage.sources(stage.settings(spec), store.digests)
+            except (InputDataError, UsageError) as error:
+                if not any(artefact.origin for artefact in made.values()):
+                    raise
+                makes = [one.makes for one in stages if one.travels and stage.makes in (one.makes, *one.inputs(spec))]
+                raise InputDataError(
+                    f"{spec.target} came without its {' and its '.join(makes)}",
+                    why=f"{error.what}: {error.why}",
+                    remedy="pull or import it whole, or build it where its model is",
+                ) from None
         perform = partial(
             satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust, later=later
         )

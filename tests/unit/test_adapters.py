@@ -100,6 +100,12 @@ def test_a_target_with_adapters_is_finished_elsewhere(
     transfer.push(chosen.target, shelf, here)
     for folder in (model, Path("fr"), Path("de"), here.home):
         shutil.rmtree(folder)
+    few = transfer.pull(chosen.target, shelf, Store(tmp_path / "few"), ["engine", "tokenizer"]).arrived
+    assert few is not None
+    with pytest.raises(
+        InputDataError, match=r"^tiny\.cpu\.fp32 came without its adapters: .*/tiny is not a Hugging Face"
+    ):
+        execute(few.spec, Store(tmp_path / "few"), Recorder(), given=few.artefacts)
     arrived = export.unpack(packed, there) if way == "export" else transfer.pull(chosen.target, shelf, there).arrived
     assert arrived is not None
     execute(arrived.spec, there, Recorder(), given=arrived.artefacts)
