@@ -43,6 +43,27 @@ def read_template(tokenizer: Path) -> str | None:
     return template
 
 
+def require_template(tokenizer: Path) -> None:
+    """Raise InputDataError for a chat template that cannot be read. It is only parsed: compiling it, which computes its
+    constants, may take any time and memory."""
+    remedy = "correct it, or remove it: the model is then served without chats"
+    try:
+        template = read_template(tokenizer)
+    except InputDataError as error:
+        raise InputDataError(error.what, why=error.why, remedy=remedy) from None
+    if template is None:
+        return
+    try:
+        compile_template(tokenizer, template).parse()
+    except Exception as error:  # of a lexer, a parser, or the depth of its recursion
+        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+        raise InputDataError(
+            f"the chat template of {tokenizer} is not a Jinja template",
+            why=f"{line}{str(error) or type(error).__name__}",
+            remedy=remedy,
+        ) from None
+
+
 def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> str:
     """Render the prompt for `messages` ({role, content}), up to the assistant's answer. Raises InputDataError."""
     return compile_template(tokenizer, template)(messages)
@@ -68,6 +89,10 @@ class ChatTemplate:
         """Compile the template now. Raises jinja2.TemplateError."""
         self._compiled  # noqa: B018
 
+    def parse(self) -> None:
+        """Raises jinja2.TemplateSyntaxError."""
+        self._environment.parse(self._text)
+
     def __call__(
         self,
         messages: list[Message],
@@ -88,8 +113,16 @@ class ChatTemplate:
                 remedy=RAW,
             ) from None
 
+    @property
+    def _text(self) -> str:
+        return _GENERATION.sub(_always, self._source)
+
     @functools.cached_property
     def _compiled(self) -> Any:
+        return self._environment.from_string(self._text)
+
+    @functools.cached_property
+    def _environment(self) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -105,7 +138,7 @@ class ChatTemplate:
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(_GENERATION.sub(_always, self._source))
+        return environment
 
 
 def _always(found: re.Match[str]) -> str:

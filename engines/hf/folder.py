@@ -8,6 +8,7 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError, suggestion
 from trtpipe.engines.families import families
+from trtpipe.engines.hf.chat_template import require_template
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.hf.safetensors_file import SafetensorsError, TensorEntry, read_header
 from trtpipe.engines.json_input import read_json
@@ -124,7 +125,8 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise InputDataError unless the folder has the fast tokenizer that serving loads, and sound settings."""
+    """Raise InputDataError unless the folder has the fast tokenizer that serving loads, sound settings, and a chat
+    template that can be read or none."""
     file = folder / TOKENIZER_FILES[0]
     if not file.is_file():
         raise no_tokenizer(str(folder))
@@ -133,6 +135,7 @@ def require_tokenizer(folder: Path) -> None:
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_json(folder / name, "settings file")
+    require_template(folder)
 
 
 def no_tokenizer(where: str) -> InputDataError:

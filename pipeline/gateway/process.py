@@ -104,10 +104,14 @@ def _await_line(line: re.Pattern[str], log: Path, begin: int, running: Callable[
 
 
 def end(pid: int) -> None:
-    """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS."""
-    if alive(pid) and not terminate(pid, alive, STOP_SECONDS):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # its workers follow it
+    """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS or a second Ctrl-C."""
+    try:
+        if alive(pid):
+            terminate(pid, alive, STOP_SECONDS)
+    finally:
+        if alive(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # its workers follow it
 
 
 def alive(pid: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.chat_template import compile_template, read_template
+from trtpipe.engines.hf.chat_template import compile_template, read_template, require_template
 from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.requests import Common, quoted
@@ -21,8 +21,9 @@ class Text:
     """A model's tokenizer, chat template, end ids and sampling defaults."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputDataError when the folder holds no tokenizer."""
+        """Raises InputDataError when the folder holds no tokenizer, or a chat template that cannot be read."""
         self.folder = folder
+        require_template(folder)
         self.tokenizer, self.end_ids, self.pad_id, self.bos = read_text(folder)
         template = read_template(folder)
         self.template = template

@@ -276,9 +276,11 @@ def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> li
 
 def end(server: Server) -> None:
     """End a server and its gateway. Requests in flight have some seconds to end."""
-    if server.gateway_pid is not None:
-        gateway_process.end(server.gateway_pid)
-    tritonserver.end(server.pid, server.program)
+    try:
+        if server.gateway_pid is not None:
+            gateway_process.end(server.gateway_pid)
+    finally:
+        tritonserver.end(server.pid, server.program)
 
 
 def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
@@ -397,9 +399,11 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
         names = ", ".join(server.name for server in servers)
         raise UsageError("several servers are running", remedy=f"name one, or pass --all: {names}")
     for server in servers:
-        if server.died is None:
-            end_watcher(server)
-            if server.alive:
-                end(server)
-        forget(store, server)
+        try:
+            if server.died is None:
+                end_watcher(server)
+                if server.alive:
+                    end(server)
+        finally:  # also at a second Ctrl-C, which kills it
+            forget(store, server)
     return servers

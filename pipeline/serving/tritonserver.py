@@ -117,12 +117,14 @@ def spawn(command: list[str], environment: dict[str, str], folder: Path, log: Pa
 
 
 def end(pid: int, program: str = PROGRAM) -> bool:
-    """End a server started here, and all it started. True when it ended by itself, False when it was killed."""
-    left = terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
-    # A stub or an engine process that outlived its server is still in the server's process group.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return left
+    """End a server started here, and all it started; a second Ctrl-C kills it. True when it ended by itself, False when
+    it was killed."""
+    try:
+        return terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
+    finally:
+        # A stub or an engine process that outlived its server is still in the server's process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

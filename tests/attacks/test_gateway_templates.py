@@ -28,7 +28,6 @@ HOSTILE = {
     "global": ("{{ lipsum(n=99999999) }}", COSTLY),
     "range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
-    "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template refuses these messages"),
     "long error": ("{{ raise_exception('x' * 10**6) }}", "x" * 200 + "..."),
 }
 # Hostile to one message, good to others.

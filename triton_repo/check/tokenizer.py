@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.chat_template import require_template
 from trtpipe.engines.json_input import TooLarge, load_json
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
@@ -141,6 +143,11 @@ def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | No
         )
     check_leftovers("tokenizer-damaged", folder, report)
     check_whole("tokenizer-damaged", (folder / name for name in _OTHERS if (folder / name).is_file()), report)
+    if _is_own(model):
+        try:
+            require_template(folder)
+        except InputDataError as error:
+            report.error("tokenizer-damaged", folder, error.what, why=error.why, remedy=error.remedy)
     stated = [(SETTINGS[0], settings, "eos_token"), ("special_tokens_map.json", special, "eos_token")]
     stated.append((SETTINGS[0], settings, "pad_token"))
     if _is_own(model) and generation.get("eos_token_id") is not None:

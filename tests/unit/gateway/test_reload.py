@@ -129,15 +129,15 @@ def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path:
             httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
         ):
             before = workers(pid)
-            empty = tmp_path / "empty"
+            empty, broken = tmp_path / "empty", write_model(tmp_path / "broken", "{% if x %}")
             empty.mkdir()
-            for _ in range(2):
-                with pytest.raises(InputDataError, match="holds no tokenizer that can be read"):
+            for other, refusal in ((empty, "no tokenizer that can be read"), (broken, "is not a Jinja template")):
+                with pytest.raises(InputDataError, match=refusal):
                     await asyncio.to_thread(
-                        process.reload, pid, (ServedModel(name="x", tokenizer=empty),), tmp_path / "log"
+                        process.reload, pid, (ServedModel(name="x", tokenizer=other),), tmp_path / "log"
                     )
             assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 200
             assert workers(pid) == before
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "log"]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "empty", "log"]
 
     run(whole(), 120)

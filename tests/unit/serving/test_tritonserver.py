@@ -7,11 +7,13 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,3 +320,22 @@ def test_a_server_is_asked_to_end_and_then_killed(stubborn: bool, monkeypatch: p
     process.stdout.close()
     process.wait()
     assert not alive(process.pid)
+
+
+@pytest.mark.process
+def test_a_second_ctrl_c_kills_a_server_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "tritonserver"
+    program.symlink_to(sys.executable)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([program, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+
+        def interrupted(seconds: float) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(time, "sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            end(server.pid)
+        assert server.wait(timeout=10) == -signal.SIGKILL

@@ -317,6 +317,8 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
      "error", "tokenizer-folder", "parameter tokenizer_dir"),
     ("tokenizer.json cut short", "tensorrt_llm", sized(f"{TOKENIZER}/tokenizer.json", 300), "error",
      "tokenizer-damaged", "tokenizer.json"),
+    ("chat template cut short", "tensorrt_llm", write(f"{TOKENIZER}/chat_template.jinja", "{% if x %}{{"), "error",
+     "tokenizer-damaged", "tokenizer"),
     ("tokenizer.json a web page", "nvidia", write(f"{TOKENIZER}/tokenizer.json", PAGE), "error", "tokenizer-damaged",
      "tokenizer.json"),
     ("tokenizer.json without a model", "nvidia", write(f"{TOKENIZER}/tokenizer.json", "{}"), "error",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.chat_template import apply_template, read_template
+from trtpipe.engines.hf.chat_template import apply_template, read_template, require_template
 
 HELLO = [{"role": "user", "content": "Hello"}]
 RAW = "; pass --raw to send the text as it is"
@@ -125,3 +125,26 @@ def test_damaged_files_are_named(folder: Path) -> None:
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputDataError, match=r"chat_template\.jinja is not UTF-8"):
         read_template(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}\n{{ m.content }}", "line 2: Unexpected end of template"),
+        ("{{ bos_token", "line 1: unexpected end of template"),
+        ("{% nosuch %}", "line 1: Encountered unknown tag 'nosuch'"),
+        ("{{ " + "(" * 5000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_template_that_cannot_be_parsed_is_told_before_anybody_chats(tmp_path: Path, template: str, why: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputDataError) as caught:
+        require_template(tmp_path)
+    assert str(caught.value).startswith(f"the chat template of {tmp_path} is not a Jinja template: {why}")
+    assert caught.value.remedy == "correct it, or remove it: the model is then served without chats"
+
+
+def test_a_template_is_not_computed_before_a_chat(tmp_path: Path) -> None:
+    """Its constants may be of any size."""
+    (tmp_path / "chat_template.jinja").write_text("{{ 'a' * 10 ** 12 }}{% generation %}{% endgeneration %}")
+    require_template(tmp_path)
