@@ -195,9 +195,8 @@ def _served(
     from trtpipe.pipeline.prove.proof import Speed
 
     planned = _planned(spec, model)
-    with serve(
-        str(run), engine_python=engine_python, openai_port=None, drain_s=2
-    ) as client:  # of an interrupted measurement
+    # An interrupted measurement leaves requests behind.
+    with serve(str(run), engine_python=engine_python, openai_port=None, drain_s=2) as client:
         answers = _answers(client)
         report = bench(
             client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
@@ -243,7 +242,7 @@ def _compared(answers: list[list[int]], run: Path) -> tuple[str, None]:
     from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.serve import serve
 
-    with serve(str(run), openai_port=None, drain_s=2) as client:  # of an interrupted measurement
+    with serve(str(run), openai_port=None, drain_s=2) as client:
         expected = _answers(client)
     told, first = compared(answers, expected)
     if first < FIRST_TOKENS * len(expected):
