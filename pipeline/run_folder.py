@@ -37,7 +37,8 @@ class RunFolder:
 
     def start(self, spec: BuildSpec, store: Store) -> None:
         """Create the folder, write the spec, and register it so that `gc` keeps the artefacts it links to. Artefacts of
-        other settings are the target's no longer."""
+        other settings are the target's no longer. Raises UsageError while `tune` measures the target."""
+        self.require_untuned(store)
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
         root = self._root(store)
@@ -55,6 +56,16 @@ class RunFolder:
     def key(self) -> str:
         """Names the folder in the store, which serves run folders of many places."""
         return hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:KEY_DIGITS]
+
+    @property
+    def tune_lock(self) -> str:
+        """The name, for `Store.alone`, that `tune` holds while it measures the target."""
+        return f"tune-{self.key}"
+
+    def require_untuned(self, store: Store) -> None:
+        """Raises UsageError while `tune` measures the target."""
+        if store.held(self.tune_lock):
+            raise UsageError(f"{self.path.name} is being tuned", remedy="wait until `trtpipe tune` has ended")
 
     def _root(self, store: Store) -> Path:
         return store.home / "roots" / f"{self.key}.json"

@@ -141,13 +141,12 @@ class _Session:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other searches from this machine, and `rm` from the target. Raises HostError while another runs."""
+        """Keep other searches from this machine, builds and `rm` from the target. Raises HostError while one runs."""
         from trtpipe.engines.errors import HostError
-        from trtpipe.pipeline.serving.targets import tune_lock
 
         # Measurements of two searches would be of each other's work too.
         other = HostError("another `trtpipe tune` runs on this machine", remedy="wait until it has ended")
-        with self._store.alone("tune", other), self._store.alone(tune_lock(self._run), other):
+        with self._store.alone("tune", other), self._store.alone(self._run.tune_lock, other):
             yield
 
     def open(self) -> None:

@@ -110,7 +110,9 @@ class Server:
         names = [served.name for served in self.served]
         if name is None:
             if len(names) > 1:
-                raise UsageError(f"{self.name} serves several models", remedy="name one: " + ", ".join(names))
+                raise UsageError(
+                    f"{self.name} serves several models", remedy=f"name one, by --target: {', '.join(names)}"
+                )
             return self.served[0]
         for served in self.served:
             if served.name == Path(name).name:  # a folder such as runs/<target>

@@ -106,8 +106,7 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
             )
         if server := _server_of(path, servers):
             raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
-        if store.held(tune_lock(RunFolder(path))):
-            raise UsageError(f"{path.name} is being tuned", remedy="wait until `trtpipe tune` has ended")
+        RunFolder(path).require_untuned(store)
     for path in paths:
         if path.is_symlink():
             path.unlink()
@@ -119,11 +118,6 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
                     f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
                 ) from None
     return [path.name if path.parent == RUNS else str(path) for path in paths]
-
-
-def tune_lock(run: RunFolder) -> str:
-    """The name, for `Store.alone`, that `tune` holds for a target."""
-    return f"tune-{run.key}"
 
 
 def _planned(path: Path) -> bool:

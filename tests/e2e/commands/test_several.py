@@ -80,7 +80,7 @@ def test_the_gateway_offers_both(both: Both) -> None:
 def test_commands_ask_which_is_meant(both: Both, tmp_path: Path) -> None:
     unnamed = both.cli.run("generate", "Hello", "--server", both.record["server"])
     assert (unnamed.status, unnamed.err.count("\n")) == (2, 1)
-    assert f"serves several models; name one: {both.first}, {both.second}" in unnamed.err
+    assert f"serves several models; name one, by --target: {both.first}, {both.second}" in unnamed.err
     where = ["--server", both.record["server"], "--target", both.second]
     assert both.cli.ok("generate", "What is the capital of France?", *where, "--max-tokens", "8").out
     report = tmp_path / "report.json"

@@ -273,15 +273,19 @@ def test_one_search_at_a_time(machine: Machine, target: str) -> None:
     assert machine.measured
 
 
-def test_a_target_that_is_tuned_is_not_removed(machine: Machine, target: str) -> None:
+def test_a_target_that_is_tuned_is_neither_removed_nor_built_again(machine: Machine, target: str) -> None:
     refused: list[str] = []
 
-    def remove(message: str) -> None:
-        with pytest.raises(trtpipe.UsageError) as caught:
-            remove_targets([target], Store(default_home()))
-        refused.append(str(caught.value))
+    def change(message: str) -> None:
+        for act in (
+            lambda: remove_targets([target], Store(default_home())),
+            lambda: trtpipe.build(model="tiny", gpu="cpu", dtype="fp32", set={"build.max_batch_size": 4}),
+        ):
+            with pytest.raises(trtpipe.UsageError) as caught:
+                act()
+            refused.append(str(caught.value))
 
-    trtpipe.tune(target, SLO, minutes=1, note=remove)
+    trtpipe.tune(target, SLO, minutes=1, note=change)
     assert set(refused) == {f"{target} is being tuned; wait until `trtpipe tune` has ended"}
     assert machine.measured
     assert remove_targets([target], Store(default_home())) == [target]

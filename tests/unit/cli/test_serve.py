@@ -363,7 +363,7 @@ def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.M
     remember(store, "chat+draft")
     server = find_running(store, None)
     assert server.find("draft").name == "draft"
-    with pytest.raises(UsageError, match="serves several models; name one: chat, draft"):
+    with pytest.raises(UsageError, match="serves several models; name one, by --target: chat, draft"):
         server.find(None)
     with pytest.raises(UsageError, match="does not serve 'draf'; did you mean 'draft'"):
         server.find("draf")
