@@ -35,23 +35,27 @@ def added_folder(server_folder: Path) -> Path:
 
 def keep_added(before: Path, after: Path, server_folder: Path) -> None:
     """Link the adapters that were added to the model folder `before` into `after`, the folder that replaces it. Raises
-    ArtefactRefused for one whose rank is above that of the new engine, before anything is linked.
+    ArtefactRefused for one that the new engine does not take, before anything is linked.
 
     An adapter that the new engine was built with replaces an added one of its name.
     """
-    if not (after / "1" / FOLDER).is_dir():
-        return
-    built = AdapterFolder(after / "1" / FOLDER)
+    new = after / "1" / FOLDER
+    built = AdapterFolder(new if new.is_dir() else None)
     added = [one for one in _added(before, server_folder) if built.find(one.name) is None]
-    largest = read_passport(after / "1").build_config["max_lora_rank"]
+    if added and not new.is_dir():
+        raise ArtefactRefused(
+            f"the new engine was built without adapters, and '{added[0].name}' was added to the server",
+            remedy=f"run `trtpipe lora remove {added[0].name}` first, or build with --set build.lora_plugin=auto",
+        )
     for one in added:
+        largest = read_passport(after / "1").build_config["max_lora_rank"]
         if one.rank > largest:
             raise ArtefactRefused(
                 f"adapter '{one.name}' has rank {one.rank}, and the new engine takes {largest}",
                 remedy=f"run `trtpipe lora remove {one.name}` first, or build with a larger build.max_lora_rank",
             )
     for one in added:
-        (after / "1" / FOLDER / one.path.name).symlink_to(one.path.resolve())
+        (new / one.path.name).symlink_to(one.path.resolve())
 
 
 def _added(model: Path, server_folder: Path) -> list[InstalledAdapter]:

@@ -62,6 +62,9 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         assert refused.status != 0
         assert "adapter 'wide' has rank 16, and the new engine takes 8; run `trtpipe lora remove wide`" in refused.err
         assert answered(f"{TARGET}:wide") == after  # the server goes on as it was
+        build("{{ m.content }}", 64)
+        assert "the new engine was built without adapters, and '" in cli.run("reload", *here).err
+        build("{{ m.content }}", 64, "--lora", f"small={adapter}")
         cli.ok("lora", "remove", "wide", *here)
         cli.ok("reload", *here)
         assert models() == [TARGET, f"{TARGET}:small"]
