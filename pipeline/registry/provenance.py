@@ -69,6 +69,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
                 remedy="pull it again, or build it here",
             )
     ordered = list(known.values())
+    settings = parse_json(json.dumps(spec.settings))  # as a statement in a file has them: lists, no tuples
     times = [entry["annotations"] for entry in ordered]
     return {
         "_type": STATEMENT,
@@ -77,7 +78,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"model": spec.model.to_json(), "settings": spec.settings},
+                "externalParameters": {"model": spec.model.to_json(), "settings": settings},
                 "resolvedDependencies": _dependencies(known),
             },
             "runDetails": {

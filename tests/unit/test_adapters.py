@@ -20,7 +20,7 @@ from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.execution import hardware
-from trtpipe.pipeline.registry import export, transfer
+from trtpipe.pipeline.registry import export, provenance, transfer
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.package import refuse_objects
 from trtpipe.pipeline.resolve import read_spec
@@ -96,6 +96,8 @@ def test_a_target_with_adapters_is_finished_elsewhere(
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     execute(chosen, here, Recorder())
     shelf = open_registry(str(tmp_path / "shelf"))
+    told = json.loads(json.dumps(provenance.statement(RunFolder.of(chosen.target), here)))
+    assert provenance.verify(RunFolder.of(chosen.target), here, told).elsewhere == []
     packed = export.pack(chosen.target, here, tmp_path / "out.tar")
     transfer.push(chosen.target, shelf, here)
     for folder in (model, Path("fr"), Path("de"), here.home):
