@@ -106,13 +106,19 @@ def command(
     return Run(level, [json.loads(line) for line in lines], truth, run.start_s, run.ended_ns, sizes)
 
 
-def pss_of(pid: int) -> float:
-    """MB; 0 of a process that has gone."""
+def pss_of(pid: int, *, files: bool = True) -> float:
+    """MiB; 0 of a process that has gone. Without `files` what the process has written alone: the kernel takes pages of
+    files back, and reads them again, as it likes."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
     except OSError:
         return 0.0
-    return next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
+    sizes = {
+        name: int(rest.split()[0]) / 1024 for name, _, rest in (line.partition(":") for line in text.splitlines()[1:])
+    }
+    if not sizes:  # it has ended, and nobody has collected it
+        return 0.0
+    return sizes["Pss"] if files else sizes["Pss"] - sizes["Pss_File"] + sizes["SwapPss"]
 
 
 def closed(

@@ -3,9 +3,9 @@
 A tiny model is built and served through the command line. Requests arrive at a bounded rate over HTTP and gRPC,
 through all three entry points, and through the gateway, streamed and whole; a share is left in mid-stream and a share
 is impossible. Every ten seconds 48 streams begin at once through the script, which would lock up a Python model that
-follows streams in several threads. Each second the proportional memory, file descriptors and threads of the server,
-its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory regions. Descriptors are
-counted without connections whose other end is there: they are as many as requests are in flight.
+follows streams in several threads. Each second the proportional memory (without pages of files), file descriptors and threads
+of the server, its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory regions.
+Descriptors are counted without connections whose other end is there: they are as many as requests are in flight.
 
 Over HTTP and of the gateway a client leaves by closing; over gRPC by a `stop` request, which the engine model alone
 takes. A reset of a stream that is being written to ends tritonserver up to 25.03 itself (grpc-cancellation-race in
@@ -43,6 +43,7 @@ import httpx
 import psutil
 from tritonclient.grpc import aio as grpc
 
+from tests.benchmarks.client import pss_of
 from tests.support.factories import hf_folder
 from tests.support.kserve import infer_inputs
 
@@ -117,7 +118,7 @@ class Server:
     def sample(self, parts: dict[str, psutil.Process]) -> dict[str, float]:
         out: dict[str, float] = {"regions": len(self.regions())}
         for name, process in parts.items():
-            out[f"{name} PSS MiB"] = process.memory_full_info().pss / 2**20
+            out[f"{name} PSS MiB"] = pss_of(process.pid, files=False)
             out[f"{name} descriptors"] = process.num_fds() - _connected(process)
             out[f"{name} threads"] = process.num_threads()
         return out
