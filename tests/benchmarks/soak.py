@@ -1,11 +1,12 @@
 """A served model under mixed load with clients that go away and requests that fail: does anything grow?
 
-A tiny model is built and served through the command line. Requests arrive at a bounded rate over HTTP and gRPC,
-through all three entry points, and through the gateway, streamed and whole; a share is left in mid-stream and a share
-is impossible. Every ten seconds 48 streams begin at once through the script, which would lock up a Python model that
+A tiny model is built and served through the command line. Requests arrive at a bounded rate over HTTP and gRPC, through
+all three entry points, and through the gateway, streamed and whole; a share is left in mid-stream and a share is
+impossible. Every ten seconds 48 streams begin at once through the script, which would lock up a Python model that
 follows streams in several threads. Each second the proportional memory (without pages of files), file descriptors and
-threads of the server, its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory regions.
-Descriptors are counted without connections whose other end is there: they are as many as requests are in flight.
+threads of the server, its stubs, the engine and the gateway are read, with the KV blocks in use and the shared memory
+regions. Descriptors are counted without connections whose other end is there: they are as many as requests are in
+flight.
 
 Over HTTP and of the gateway a client leaves by closing; over gRPC by a `stop` request, which the engine model alone
 takes. A reset of a stream that is being written to ends tritonserver up to 25.03 itself (grpc-cancellation-race in
