@@ -33,15 +33,13 @@ from trtpipe.pipeline.registry.package import (
 )
 from trtpipe.pipeline.run_folder import find_run, require_run
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.stages import stages_of, to_finish
 from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.folders import require_replaceable, sync
 from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
 INDEX = "trtpipe.json"
-# Artefacts needed to finish a target, of those that it has.
-CARRIED = ("checkpoint", "tokenizer", "adapters", "draft", "accuracy")
 # The index of a target with 100,000 files has some 20 MB.
 MAX_INDEX_BYTES = 32 << 20
 _CHUNK = 8 << 20
@@ -67,7 +65,7 @@ def pack(
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
     require_replaceable(out)
-    index, made = describe(target, store, CARRIED, sign_key=sign_key)
+    index, made = describe(target, store, to_finish(require_run(target).spec()), sign_key=sign_key)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0
     try:
@@ -105,7 +103,7 @@ def unpack(
             index = _read_index(tar, path)
             spec = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
-            if absent := {stage.makes for stage in stages_of(spec)}.intersection(CARRIED) - index["artefacts"].keys():
+            if absent := to_finish(spec) - index["artefacts"].keys():
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
             counter = Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {

@@ -34,13 +34,12 @@ from trtpipe.pipeline.registry.package import (
     refuse_settings,
 )
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, unwrapped
-from trtpipe.pipeline.stages import carried
+from trtpipe.pipeline.run_folder import require_run
+from trtpipe.pipeline.stages import carried, to_serve
 from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Store
 
-# Artefacts that a push moves by default: those needed to serve.
-USUAL = ("tokenizer", "adapters", "accuracy", "engine")
 # Limit of a passport's size, larger than any passport.
 PASSPORT_BYTES = 1 << 20
 
@@ -82,12 +81,13 @@ def push(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None,
     progress: Progress = lambda done, total: None, *, sign_key: Path | None = None,
 ) -> Shipped:  # fmt: skip
-    """Push a target, file by file, its index last: USUAL of it, or the artefacts `wanted`. Files that are there are not
-    sent again; the registry's other artefacts of this very build stay.
+    """Push a target, file by file, its index last: what serving takes, or the artefacts `wanted`. Files that are there
+    are not sent again; the registry's other artefacts of this very build stay.
 
     Every file is hashed first. Raises as `describe` and the registry do, and UsageError for an artefact it lacks.
     """
-    index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True, sign_key=sign_key)
+    chosen = to_serve(require_run(target).spec()) if wanted is None else wanted
+    index, made = describe(target, store, chosen, verify=True, sign_key=sign_key)
     absent = [name for name in wanted or () if name not in made]
     if absent:
         raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=f"it has: {', '.join(made)}")

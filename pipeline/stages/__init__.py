@@ -15,7 +15,7 @@ from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.stages.tokenizer import TOKENIZER
 from trtpipe.pipeline.stages.verify import VERIFY
 
-__all__ = ["STAGES", "Job", "Resources", "Stage", "carried", "stages_of"]
+__all__ = ["STAGES", "Job", "Resources", "Stage", "carried", "stages_of", "to_finish", "to_serve"]
 
 # What an engine and its repository are made of comes before the engine, which may have to wait for another machine.
 STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, ADAPTERS, DRAFT, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
@@ -24,6 +24,16 @@ STAGES: tuple[Stage, ...] = (DOWNLOAD, TOKENIZER, ADAPTERS, DRAFT, CONVERT, CALI
 def stages_of(spec: BuildSpec) -> tuple[Stage, ...]:
     """The pipeline of a spec."""
     return tuple(stage for stage in STAGES if stage.applies(spec))
+
+
+def to_serve(spec: BuildSpec) -> frozenset[str]:
+    """Names of the artefacts from which a target's repository is made, with the report on its accuracy."""
+    return frozenset({*PACKAGE.inputs(spec), VERIFY.makes})
+
+
+def to_finish(spec: BuildSpec) -> frozenset[str]:
+    """Names of the artefacts from which a target's engine and repository are made."""
+    return frozenset({*BUILD.inputs(spec), *PACKAGE.inputs(spec)} - {BUILD.makes})
 
 
 def carried() -> tuple[str, ...]:
