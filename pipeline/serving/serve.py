@@ -181,6 +181,7 @@ def _launch(
             server = _with_gateway(server, gateway)
         remember(store, server)
     except BaseException as error:
+        forget(store, server)
         end(server)
         tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
