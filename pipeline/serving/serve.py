@@ -181,9 +181,10 @@ def _launch(
             server = _with_gateway(server, gateway)
         remember(store, server)
     except BaseException as error:
-        forget(store, server)
-        end(server)
-        tritonserver.remove_shared_memory(endpoints)
+        try:
+            end(server)
+        finally:  # also at a second Ctrl-C
+            forget(store, server)
         if isinstance(error, StageFailed):
             raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise
