@@ -44,6 +44,9 @@ CLOSED_AT_ONCE = 64
 SWEEP_SECONDS = 1.0
 # Connections ended between two pauses: ten thousand, closed at once, would take a tenth of a second.
 ENDED_AT_ONCE, ENDED_PAUSE_SECONDS = 100, 0.01
+# Where other processes take new requests, a connection stays open for this long after it is made, or after an answer
+# that began before.
+SETTLE_SECONDS = 0.5
 # Bytes that the parser is given at a time, so that a head is measured before it is much too large.
 SLICE_BYTES = 8 << 10
 
@@ -69,7 +72,7 @@ class Connections:
         self.held = 0
         self.leaving = False  # this process is about to end
         self.lingers = False  # idle connections then end by their own timer, since their clients may be sending
-        self.replaced = False  # other processes take new requests: those that are arriving are still answered
+        self.replaced = False  # other processes take new requests
         self._most = most
         self._unfinished_bytes = unfinished_bytes
         self._open: set[Connection] = set()
@@ -234,14 +237,22 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.url = b""  # unset until the next request
-        self._wait(UNREAD_SECONDS if self.transport.is_closing() else self.timeout_keep_alive)
+        idle = SETTLE_SECONDS if self._all.replaced else self.timeout_keep_alive
+        self._wait(UNREAD_SECONDS if self.transport.is_closing() else idle)
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
 
     def shutdown(self) -> None:
-        arriving = self._all.replaced and (self._in_head or self._in_body)
-        if self.answering or not (self._all.lingers or arriving):
+        if self._all.replaced:
+            # Whoever has just connected or got an answer may be sending a request: that is answered, as one that is
+            # arriving is, and its answer ends the connection.
+            busy = self.answering or self._in_head or self._in_body
+            if not busy and self.waiting_since + SETTLE_SECONDS <= self.loop.time():
+                super().shutdown()
+            elif not busy:
+                self._wait(SETTLE_SECONDS)
+        elif self.answering or not self._all.lingers:
             super().shutdown()
 
     # Called by `Connections`

@@ -10,11 +10,15 @@ from typing import Any
 
 import uvicorn
 
-from trtpipe.pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
+from trtpipe.pipeline.gateway.connections import (
+    MOST_CONNECTIONS,
+    MOST_TLS_CONNECTIONS,
+    SETTLE_SECONDS,
+    Connection,
+    Connections,
+)
 
 HANDSHAKE_SECONDS = 10.0
-# A client that has connected sends its request within this time; a replaced worker still answers it.
-SETTLE_SECONDS = 0.5
 
 
 def most_connections(*, tls: bool) -> int:

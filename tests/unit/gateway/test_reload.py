@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,40 @@ def test_a_request_that_is_arriving_at_a_reload_is_answered(folder: Path, tmp_pa
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"connection: close\r\n" in answer
     assert b'"id":"llama"' in answer
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_clients_that_stream_one_answer_after_the_other_notice_no_reload(folder: Path, tmp_path: Path) -> None:
+    """Over TLS, where a client learns later that a connection has ended, and may have sent its next request by then."""
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    trusting = ssl.create_default_context(cafile=cert)
+
+    async def whole() -> None:
+        async with started(folder, tmp_path / "log", workers=2, tls_cert=cert, tls_key=key) as (pid, url):
+            over = False
+
+            async def user() -> int:
+                answers = 0
+                async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=trusting) as client:
+                    while not over:
+                        assert spoken(await events(client, CHAT, chat(max_tokens=30))).startswith("one two")
+                        answers += 1
+                return answers
+
+            users = [asyncio.create_task(user()) for _ in range(4)]
+            for _ in range(3):
+                await asyncio.sleep(0.5)
+                models = (ServedModel(name="llama", tokenizer=folder),)
+                await asyncio.to_thread(process.reload, pid, models, tmp_path / "log")
+            over = True
+            assert min(await asyncio.gather(*users)) > 2
+
+    run(whole(), 120)
 
 
 def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path: Path) -> None:
