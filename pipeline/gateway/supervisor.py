@@ -14,12 +14,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.json_input import parse_json
@@ -84,7 +82,8 @@ class Gateway:
         self._rows = 0
         self._workers: list[Worker] = []
         self._leaving: list[Worker] = []
-        self._stopping = threading.Event()
+        # Not an Event: a signal's exception in its `wait` may leave it locked, and then `set` would not return.
+        self._stopping = False
 
     @classmethod
     def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
@@ -116,11 +115,14 @@ class Gateway:
         """Restart workers that die, until `stop` is called; `tick` is called five times a second. Raises StageFailed
         when they die too often."""
         deaths: list[float] = []
-        while not self._stopping.wait(0.2):
+        while True:
+            time.sleep(0.2)
+            if self._stopping:
+                return
             tick(self)
             self._forget_left()
             for index, worker in enumerate(self._workers):
-                if worker.alive or self._stopping.is_set():
+                if worker.alive or self._stopping:
                     continue
                 now = time.monotonic()
                 deaths = [at for at in deaths if now - at < RESTART_WINDOW_SECONDS] + [now]
@@ -150,9 +152,13 @@ class Gateway:
         for worker in replaced:
             worker.listen(LEFT, deadline)
 
+    def leave_watch(self) -> None:
+        """Let `watch` return; may be called from a signal's handler."""
+        self._stopping = True
+
     def stop(self) -> None:
         """End the workers; running answers have some seconds to end. May be called twice, and from a signal."""
-        self._stopping.set()
+        self.leave_watch()
         for port in self._ports:  # otherwise connections would wait for workers that have stopped listening
             port.close()
         self._end([*self._workers, *self._leaving])
@@ -233,11 +239,7 @@ def serve(
     `ready` is called once the gateway listens and signals are handled, `tick` as `watch` calls it.
     """
     gateway = Gateway.start(options)
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: gateway.leave_watch())
     try:
         ready(gateway)
         gateway.watch(tick)

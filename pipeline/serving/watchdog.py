@@ -52,6 +52,7 @@ def attend(
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one, as `timeout` sends, must not interrupt the clean-up
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, leave)

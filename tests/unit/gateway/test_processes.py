@@ -135,6 +135,29 @@ def test_a_gateway_that_is_told_to_end_is_no_failure(folder: Path) -> None:
 
 
 @pytest.mark.loopback
+def test_a_second_sigterm_does_not_interrupt_a_gateway_that_is_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GNU `timeout` sends two, one to the process and one to its group."""
+    end = Gateway._end
+
+    def told_again(gateway: Gateway, workers: list[supervisor.Worker]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        end(gateway, workers)
+
+    monkeypatch.setattr(Gateway, "_end", told_again)
+    pids: list[int] = []
+
+    def told(gateway: Gateway) -> None:
+        pids.extend(gateway.pids)
+        signal.raise_signal(signal.SIGTERM)
+
+    supervisor.serve(options(folder, port=0), ready=told)
+    assert len(pids) == 1
+    assert not psutil.pid_exists(pids[0])
+
+
+@pytest.mark.loopback
 def test_a_gateway_whose_port_is_taken_says_so_in_its_own_words(folder: Path, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
