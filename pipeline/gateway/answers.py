@@ -115,8 +115,9 @@ class Answer(Response):
                     choice.attempts += 1
             if not refused:
                 break
-        for choice in self.choices:
-            if choice.generation.begun and choice.prompt is not None:
+        # Another choice may begin, and end, while the prompt of one is listed.
+        while unlisted := [one for one in self.choices if one.generation.begun and one.prompt is not None]:
+            for choice in unlisted:
                 await choice.list_prompt()
         if not self._first:
             self._first = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.support.gateways import (
     saying,
     tokens_of,
 )
+from trtpipe.pipeline.gateway.choices import Choice
 
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
@@ -63,6 +65,35 @@ def test_log_probabilities_of_prompts_as_lm_eval_asks_for_them(folder: Path) -> 
         assert asked.raw["stop_words_list"] == struct.pack("<4i", END, 0, 1, 2)
 
     ask(scored, folder, scenario, triton=OWN)
+
+
+def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab")]
+    begun = asyncio.Event()
+    list_prompt = Choice.list_prompt
+
+    async def slowly(choice: Choice) -> None:
+        if choice.index == 1:
+            begun.set()
+            await asyncio.sleep(0.3)
+        await list_prompt(choice)
+
+    async def engine(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        if list(asked.prompt) == prompts[0]:
+            await begun.wait()
+        async for one in scored(asked, context):
+            yield one
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+        body = (await client.post(TEXT, json={"model": "llama", "prompt": prompts, **fields})).json()
+        assert [one["logprobs"]["tokens"] for one in body["choices"]] == [
+            ["a", "b", " ", "c", "</s>"],
+            ["a", "b", "</s>"],
+        ]
+
+    monkeypatch.setattr(Choice, "list_prompt", slowly)
+    ask(engine, folder, scenario, triton=OWN)
 
 
 def test_a_prompt_alone_and_one_in_a_stream(folder: Path) -> None:
