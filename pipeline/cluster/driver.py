@@ -40,6 +40,8 @@ LOOK_SECONDS = 5.0
 ABSENT_SECONDS = 60.0
 # How long the cluster's head may be silent: Ray ends the whole process after a minute.
 SILENT_SECONDS = 15.0
+# A thread that waits for a cluster that is gone has this long to end: Ray ends the process where one asks it later.
+GONE_SECONDS = 10.0
 # How long a stage that is cancelled may take to clean up.
 CANCEL_SECONDS = 30.0
 # (target, stage, kind, text): "begins", "progress", "line", "note", "ends"
@@ -117,7 +119,7 @@ class Cluster:
     def close(self) -> None:
         self._cancel()
         self._closed = True
-        self._listener.join(LOOK_SECONDS if self._lost else None)
+        self._listener.join(GONE_SECONDS if self._lost else None)
         if not self._lost:
             self._queue.shutdown()
         Path(self._mark.lock_file).unlink(missing_ok=True)
