@@ -108,7 +108,7 @@ def raise_failures(outcomes: list[Outcome]) -> None:
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether `--model` names an existing folder or file: commas in its path then separate nothing."""
+    """Whether `--model` names one existing folder or file, whose path may hold commas, and not a list."""
     return name == "model" and Path(value).exists()
 
 

@@ -323,7 +323,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         if not as_json:
             console_bench.report(measured)  # also where no report can be written
     except HostError:
-        if measured.ended_by != signal.SIGHUP:  # else there is no terminal to write to
+        if measured.ended_by != signal.SIGHUP:  # which comes when the terminal has been closed
             raise
     finally:  # also where standard output cannot be written
         *_, page, _ = write_report(measured, place)

@@ -47,8 +47,8 @@ class Worker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def listen(self, word: bytes, deadline: float) -> bytes:
-        """What the worker says until `word`, its end or `deadline`, which is a time of the monotonic clock."""
+    def read_until(self, word: bytes, deadline: float) -> bytes:
+        """Read the worker's pipe up to `word`, the worker's end or `deadline` (monotonic seconds); what was read."""
         said = b""
         while not said.endswith(word):
             readable, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
@@ -60,7 +60,7 @@ class Worker:
 
     def await_ready(self, deadline: float) -> None:
         """Raises the worker's own error, or StageFailed."""
-        said = self.listen(READY, deadline)
+        said = self.read_until(READY, deadline)
         if said.endswith(READY):
             return
         if time.monotonic() >= deadline:
@@ -150,7 +150,7 @@ class Gateway:
                 worker.process.send_signal(signal.SIGHUP)
         deadline = time.monotonic() + LEAVE_SECONDS
         for worker in replaced:
-            worker.listen(LEFT, deadline)
+            worker.read_until(LEFT, deadline)
 
     def leave_watch(self) -> None:
         """Let `watch` return; may be called from a signal's handler."""

@@ -157,7 +157,7 @@ class Store:
             lock.release()
 
     def held(self, name: str) -> bool:
-        """Whether another command is inside `alone(name)` now."""
+        """Whether another command holds the name, by `alone`."""
         lock = self._lock(name)
         if not Path(lock.lock_file).exists():
             return False

@@ -91,7 +91,7 @@ def test_a_target_that_is_built_again_without_adapters_has_none(
 def test_a_target_with_adapters_is_finished_elsewhere(
     model: Path, lora: dict[str, str], tmp_path: Path, way: str
 ) -> None:
-    """Where neither the model nor the adapters' folders are."""
+    """The other machine has neither the model nor the folders of the adapters."""
     chosen = plan(model, lora=lora)
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     execute(chosen, here, Recorder())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -17,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.certificates import with_openssl, write_certificate
 from tests.support.gateways import CHAT, chat
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
@@ -60,16 +60,11 @@ def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.loopback
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@with_openssl
 def test_a_gateway_with_a_certificate_serves_https(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = write_certificate(tmp_path)
     gateway = Gateway.start(options(folder, port=0, tls_cert=cert, tls_key=key))
     try:
         trusting = ssl.create_default_context(cafile=cert)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.certificates import with_openssl, write_certificate
 from tests.support.gateways import CHAT, chat, events, mock_triton, run, saying, spoken, until, write_model
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import InputDataError
@@ -125,15 +124,10 @@ def test_a_request_that_is_arriving_at_a_reload_is_answered(folder: Path, tmp_pa
     assert b'"id":"llama"' in answer
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@with_openssl
 def test_clients_that_stream_one_answer_after_the_other_notice_no_reload(folder: Path, tmp_path: Path) -> None:
     """Over TLS, where a client learns later that a connection has ended, and may have sent its next request by then."""
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = write_certificate(tmp_path)
     trusting = ssl.create_default_context(cafile=cert)
 
     async def whole() -> None:

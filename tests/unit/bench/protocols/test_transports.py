@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -23,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import with_openssl, write_certificate
 from tests.support.llm_servers import (
     HttpServer,
     contents,
@@ -777,14 +777,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@with_openssl
 def test_tls_through_the_library(tmp_path: Path) -> None:
-    key, cert = tmp_path / "key", tmp_path / "cert"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = write_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     # The system's certificates, as its libraries let one name them.
