@@ -84,11 +84,16 @@ class RunFolder:
 
     @property
     def rebuild(self) -> str:
-        """What a message says to do about an artefact that is missing: the command that makes this target again."""
+        """What a message says to do about an artefact that was lost: the command that makes this target again."""
         plan = self.path / "plan.json"
         if plan.is_file():
             return f"run `trtpipe build --recipe {plan}`"
         return f"build it again with `trtpipe build`, or remove what is left of it with `trtpipe rm {self.path.name}`"
+
+    @property
+    def finish(self) -> str:
+        """What a message says to do about an artefact that was never made: the command that runs the stages left."""
+        return f"run `trtpipe build --from {self.path.name}`" if self.origins() else self.rebuild
 
     def last(self, stage: str) -> Record | None:
         """The record of the stage's last artefact, also one of other settings; None where none can be read."""
@@ -185,7 +190,7 @@ class RunFolder:
             )
         if not link.is_dir():
             raise InputDataError(
-                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy=self.rebuild
+                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy=self.finish
             )
         return link.resolve()
 

@@ -281,7 +281,7 @@ def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",
-            remedy=run.rebuild,
+            remedy=run.finish,
         )
     artefact = run.find(stage.name, store, verify=verify)
     if artefact is None:

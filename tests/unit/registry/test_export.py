@@ -26,6 +26,7 @@ from trtpipe.pipeline.registry.package import describe
 from trtpipe.pipeline.registry.provenance import verify
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
+from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.store import Store
 
@@ -299,6 +300,8 @@ def test_an_imported_checkpoint_is_to_be_built_before_its_engine_is_pushed(
     monkeypatch.chdir(tmp_path / "elsewhere")
     there = Store(tmp_path / "there")
     export.unpack(packed, there)
-    told = "has no engine: its build stage has not run to its end; run `trtpipe build --recipe "
+    told = f"has no engine: its build stage has not run to its end; run `trtpipe build --from {spec.target}`"
     with pytest.raises(InputDataError, match=told):
         transfer.push(spec.target, open_registry(str(tmp_path / "shelf")), there)
+    with pytest.raises(InputDataError, match=f"has not run; run `trtpipe build --from {spec.target}`"):
+        find_repository(None)

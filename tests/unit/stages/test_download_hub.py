@@ -128,7 +128,7 @@ def test_the_disk_for_a_package_is_looked_at_first(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     with pytest.raises(
-        DiskFull, match=r"^the build of smollm2-135m needs about 651\.3 MB of disk and .* has 67\.1 MB free"
+        DiskFull, match=r"^the build of smollm2-135m needs about 977\.0 MB of disk and .* has 67\.1 MB free"
     ):
         built("smollm2-135m", tmp_path, until="convert")
 
