@@ -121,7 +121,7 @@ class Gateway:
         sampling = _sampling(asked, text)
         changed = prepared.bias or prepared.guide or asked.presence_penalty or asked.frequency_penalty
         plain = sampling.top_k == 1 and sampling.repetition_penalty in (None, 1) and not changed
-        log_probs = _log_probs(asked, engine, likeliest_known=plain or not prepared.max_tokens)
+        log_probs = _log_probs(asked, engine, sampling, likeliest_known=plain or not prepared.max_tokens)
         scored = bool(prepared.echoes) and log_probs is not None
         if scored:
             require_prompt_log_probs(engine)
@@ -190,7 +190,11 @@ def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingPar
     temperature = chosen("temperature", asked.temperature, 1.0)
     top_p = chosen("top_p", asked.top_p, 1.0)
     top_k = int(chosen("top_k", asked.top_k, 0) or 0)
-    repetition = chosen("repetition_penalty", asked.repetition_penalty, None)
+    if isinstance(asked, CompletionOptions) and asked.echo and asked.logprobs is not None:
+        # The prompt is scored. A recommended penalty is for answers, and would hide which tokens are the likeliest.
+        repetition = asked.repetition_penalty
+    else:
+        repetition = chosen("repetition_penalty", asked.repetition_penalty, None)
     assert temperature is not None
     assert top_p is not None
     greedy = temperature < LEAST_TEMPERATURE or top_p < LEAST_TOP_P or top_k == 1
@@ -215,7 +219,9 @@ def _dense(bias: dict[int, float], vocab_size: int) -> array[float] | None:
     return out
 
 
-def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, likeliest_known: bool) -> int | None:
+def _log_probs(
+    asked: ChatOptions | CompletionOptions, engine: EngineModel, sampling: SamplingParams, *, likeliest_known: bool
+) -> int | None:
     """How many of the likeliest tokens to list, or None: the engine reports the chosen one alone. Raises Failure."""
     wanted, likeliest = asked.wants_log_probs()
     if not wanted:
@@ -229,6 +235,9 @@ def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, l
         )
     if likeliest == 1 and not likeliest_known:
         why = "the likeliest token is only known at temperature 0 without penalties, biases and forms"
+        penalty = sampling.repetition_penalty
+        if asked.repetition_penalty is None and penalty not in (None, 1):
+            why += f"; the model recommends a repetition_penalty of {penalty:g}, so give 'repetition_penalty': 1"
         raise wrong(f"'{param}' of 1: {why}", param, "unsupported_parameter")
     return likeliest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.gateways import (
+    CHAT,
     END,
     INPUTS,
     OWN_INPUTS,
@@ -19,10 +21,12 @@ from tests.support.gateways import (
     Asked,
     Triton,
     ask,
+    chat,
     events,
     response,
     saying,
     tokens_of,
+    write_model,
 )
 from trtpipe.pipeline.gateway.choices import Choice
 
@@ -63,6 +67,32 @@ def test_log_probabilities_of_prompts_as_lm_eval_asks_for_them(folder: Path) -> 
         # An end token must come with its log-probability: it is a stop word.
         assert asked.number("end_id") == -1
         assert asked.raw["stop_words_list"] == struct.pack("<4i", END, 0, 1, 2)
+
+    ask(scored, folder, scenario, triton=OWN)
+
+
+def test_a_recommended_penalty_does_not_keep_prompts_from_being_scored(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 0], "repetition_penalty": 1.1}))
+    greedy = {"temperature": 0, "max_tokens": 1}
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"model": "llama", "prompt": "ab", "logprobs": 1, "echo": True, "seed": 1234, **greedy}
+        body = (await client.post(TEXT, json=fields)).json()
+        assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"</s>": -0.125}]
+        assert "repetition_penalty" not in triton.asked[-1].raw
+        # An answer alone has the recommended penalty, unless the request has one.
+        likeliest = chat(logprobs=True, top_logprobs=1, **greedy)
+        refused = (await client.post(CHAT, json=likeliest)).json()["error"]
+        assert refused["param"] == "top_logprobs"
+        assert refused["message"].endswith(
+            "; the model recommends a repetition_penalty of 1.1, so give 'repetition_penalty': 1"
+        )
+        assert (await client.post(CHAT, json=chat(**greedy))).status_code == 200
+        assert triton.asked[-1].number("repetition_penalty") == pytest.approx(1.1)
+        assert (await client.post(CHAT, json={**likeliest, "repetition_penalty": 1})).status_code == 200
+        given = (await client.post(TEXT, json={**fields, "repetition_penalty": 1.1})).json()["error"]["message"]
+        assert given.endswith("without penalties, biases and forms")
 
     ask(scored, folder, scenario, triton=OWN)
 
