@@ -144,8 +144,8 @@ def bench(
     report    file of the report, if one is to be written; CSV, page and requests go beside it
     progress  called as load points begin, go on and end
 
-    Believe the figures of a report that is `valid` and has no `failures()`: the command fails otherwise. Raises
-    UsageError, InputDataError, HostError or StageFailed where nothing could be measured.
+    Believe the figures of a report that is `valid`, is not `partial` and has no `failures()`: the command fails
+    otherwise. Raises UsageError, InputDataError, HostError or StageFailed where nothing could be measured.
     """
     if report is not None:
         check_place(Path(report))
@@ -165,7 +165,7 @@ def measure(
     note: Callable[[str], None] = log.info,
 ) -> BenchReport:  # fmt: skip
     """Run a benchmark, and add to its report what `served` is. Raises as `bench`."""
-    from trtpipe.engines.errors import HostError
+    from trtpipe.engines.errors import Ended, HostError
     from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.bench.run import run
 
@@ -180,6 +180,10 @@ def measure(
             state_error(measured, options)
         except HostError as error:  # the measurement must not be lost for that
             note(f"how wrong {options.wiring.transport} is here is not known: {error}")
+        except (KeyboardInterrupt, Ended) as ending:  # nor for a signal that comes after it
+            measured.interrupted = True
+            if isinstance(ending, Ended):
+                measured.ended_by = ending.args[0] - 128
     if served is not None:
         from trtpipe.pipeline.serving import repositories
         from trtpipe.pipeline.store.manifest import read_manifest

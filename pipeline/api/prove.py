@@ -190,6 +190,7 @@ def _served(
     spec: BuildSpec, run: Path, model: str, engine_python: str | Path | None
 ) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
     """Serve the target in the run folder `run`; its greedy answers as tokens, and its speed beside the plan's."""
+    from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.bench import bench
     from trtpipe.pipeline.api.serve import serve
     from trtpipe.pipeline.prove.proof import Speed
@@ -206,6 +207,10 @@ def _served(
         raise report.interruption()
     if report.broken is not None:
         raise report.broken
+    if report.partial or report.failures():
+        stopped = next((result.stopped for result in report.results if result.stopped), None)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in report.failures().items())
+        raise StageFailed("requests of the benchmark failed", why=stopped or kinds)
     speeds = [
         Speed(
             concurrency=concurrency, tokens_per_s=result.metrics["output_token_throughput"]["value"],
@@ -214,6 +219,7 @@ def _served(
         for concurrency, result in zip(CONCURRENCY, report.results, strict=True)
     ]  # fmt: skip
     told = ", ".join(f"{one.tokens_per_s:.0f} tokens/s at {one.concurrency} in flight" for one in speeds)
+    told += "".join(f"; INVALID: {reason['what']}" for reason in report.verdict()["reasons"])
     return told, (answers, speeds)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.pipeline.bench.load.lines import shown
-from trtpipe.pipeline.bench.load.loads import Closed, Load, Replay
+from trtpipe.pipeline.bench.load.loads import MOST_SECONDS, Closed, Load, Replay
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.loop.driver import Live
 from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring
@@ -107,8 +107,9 @@ class BenchOptions:
             if places is not None and places < self.shares:
                 raise UsageError(f"{self.shares} workers cannot share {places} in flight", remedy="give fewer workers")
         for name in ("timeout_s", "token_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} is {getattr(self, name)}", remedy="give a positive number of seconds")
+            if not 0 < getattr(self, name) <= MOST_SECONDS:
+                remedy = f"give a positive number of seconds, at most {MOST_SECONDS:,.0f}"
+                raise UsageError(f"{name} is {getattr(self, name)}", remedy=remedy)
         if self.work.sessions is not None and any(isinstance(load, Replay) for load in self.loads):
             raise UsageError("a trace brings its own requests", remedy="leave the sessions out")
 

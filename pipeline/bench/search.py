@@ -14,6 +14,7 @@ from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.results.metric import VALUE
 from trtpipe.pipeline.bench.results.slo import Objective
 
 GOALS = ("max-rate", "max-goodput")
@@ -30,7 +31,8 @@ class Search:
     """Parameters of a search. Raises UsageError.
 
     goal        max-rate: the statistics of all requests meet every objective
-                max-goodput: at least `attainment` of the requests do, each by its own values (DistServe's goodput)
+                max-goodput: at least `attainment` of the requests do, each by its own values (DistServe's goodput), and
+                the load point meets the objectives of metrics with one value
     load        how requests arrive; its rate is where the search begins
     known       whether the user gave that rate; otherwise the server's own time for one request determines it
     precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
@@ -60,12 +62,16 @@ class Search:
         """Judge a run by the outcome of its load point (`slo.Outcome.to_json`)."""
         if slo is None or slo["attainment"] is None or failed_early:
             return Trial(passed=False, excess=math.inf)
+        rows, passed, excess = slo["objectives"], True, 0.0
         if self.goal == "max-goodput":
             missed, spared = 1 - slo["attainment"], 1 - self.attainment
-            return Trial(passed=missed <= spared, excess=missed / spared, served=served)
-        rows = [(Objective(row["metric"], row["statistic"], row["limit"]), row["value"]) for row in slo["objectives"]]
-        worst = max(objective.excess(value) for objective, value in rows)
-        return Trial(passed=slo["met"], excess=worst, served=served)
+            passed, excess = missed <= spared, missed / spared
+            # A request has no value of its own in these.
+            rows = [row for row in rows if row["statistic"] == VALUE]
+        for row in rows:
+            objective = Objective(row["metric"], row["statistic"], row["limit"])
+            passed, excess = passed and row["met"], max(excess, objective.excess(row["value"]))
+        return Trial(passed=passed, excess=excess, served=served)
 
 
 @dataclass(frozen=True, kw_only=True)

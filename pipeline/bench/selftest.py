@@ -67,7 +67,8 @@ def check(protocol: str, streams: int, wiring: Wiring) -> None:
 
 
 def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring) -> Finding:
-    """Measure one protocol with `streams` in flight. Raises HostError when the server does not start."""
+    """Measure one protocol with `streams` in flight. Raises HostError when the server does not start, KeyboardInterrupt
+    or Ended where a signal ends it."""
     return _measure(protocol, streams, Timing(ttft_s=TTFT_S, itl_s=itl_s), OUTPUT_TOKENS, wiring)
 
 
@@ -118,6 +119,8 @@ def _measure(
             report = run(_options(protocol, url + api, write_tokenizer(folder), load, tokens, wiring), None, None)
         finally:
             truth = {one.id: one for one in server.stop()}
+    if report.interrupted:
+        raise report.interruption()
     (result,), (records,) = report.results, report.records
     first, said, true = errors(records, truth)
     throughput = result.metrics["output_token_throughput"]["value"] or 0.0

@@ -326,6 +326,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         if measured.ended_by != signal.SIGHUP:  # which comes when the terminal has been closed
             raise
     finally:  # also where standard output cannot be written
+        place = report or folders.claim(place)
         *_, page, _ = write_report(measured, place)
     if report is None:
         folders.link_latest(place.parent)

@@ -30,6 +30,8 @@ COVERAGE = (2.5, 97.5)
 # A metric with many values per request is drawn by rank in at most this many groups, half of them for the top tenth.
 GROUPS = 400
 _TOP = 0.9
+# Sums over resamples are computed to six digits: quotients that differ by less are equal.
+_ALIKE = 1e-5
 # Most numbers held at a time: rows of counts, and requests by groups.
 _AT_ONCE = 4_000_000
 _TABLE = 16_000_000
@@ -160,7 +162,8 @@ class Resampler:
         return drawn
 
     def _rate(self, metric: str, value: float) -> Floats | None:
-        """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms."""
+        """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms, and where every
+        resample has the same quotient."""
         rate = find(metric.removesuffix(WHOLE_RUN))
         if not isinstance(rate, Rate) or (terms := rate_terms(rate, self._found, closed=self._closed)) is None:
             return None
@@ -170,7 +173,10 @@ class Resampler:
         if not counted.sum() > 0 or not against.sum() > 0:
             return None
         ratios = self._ratio(counted, against)
-        return None if ratios is None else value * ratios / (counted.sum() / against.sum())
+        # Requests that are all alike, as in an open loop with answers of one length, do not show a rate's uncertainty.
+        if ratios is None or ratios.max() - ratios.min() <= _ALIKE * ratios.max():
+            return None
+        return value * ratios / (counted.sum() / against.sum())
 
 
 def repeats(draws: Sequence[Floats], seed: Sequence[int]) -> Floats:

@@ -140,7 +140,7 @@ class Comparison:
                 if without:
                     why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
                 elif any(cell.ratio is not None for cell in cells):
-                    why = "no significance: there are too few requests for intervals"
+                    why = "no significance: there are too few requests for intervals, or all are alike"
                 else:
                     why = "nothing is measured by both"
                 out.append(f"{letter} against A: {why}")

@@ -183,7 +183,9 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
     for letter in others:
         for numbers in groups[letter].values():
             point = sides[letter].load_points[numbers[0]]
-            warnings.append(f"{point['protocol']}, {point['label']}: only in {letter}")
+            name = f"{point['protocol']}, {point['label']}"
+            warnings.append(f"{name}: only in {letter}")
+            missing.append((name, base))
     if not places:
         warnings.append(
             f"no load point of {base} has the protocol and the load of another report's: nothing is compared"

@@ -46,7 +46,10 @@ class OpenLoop(Driver):
         self._due = [start + offset for offset in self._offsets]
         self.window = (start + self._window_ns[0], start + self._window_ns[1])
         self._alarm = Alarm(self._loop, partial(self._step, self._ring))
-        self._alarm.at(self._due[0])
+        if self._due:
+            self._alarm.at(self._due[0])
+        else:  # a share of few requests among many processes may have none
+            self._finish()
 
     def _close(self) -> None:
         self._alarm.close()

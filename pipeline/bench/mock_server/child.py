@@ -34,7 +34,12 @@ class MockServerProcess:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
         assert process.stdout is not None
-        line = process.stdout.readline()
+        try:
+            line = process.stdout.readline()
+        except BaseException:  # a signal
+            process.kill()
+            process.wait()
+            raise
         if not line:
             raise _failure("does not start", process)
         return cls(process, truth, json.loads(line))

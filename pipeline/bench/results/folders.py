@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from datetime import datetime
 from pathlib import Path
@@ -13,10 +14,23 @@ LATEST, FILE = "latest", "report.json"
 
 
 def new(target: str) -> Path:
-    """Path of the report of a run that begins now: reports/TIME-TARGET/report.json, which no other run has."""
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub('[^A-Za-z0-9._-]+', '-', target)[:80]}"
-    taken = sum(folder.name == name or folder.name.startswith(f"{name}.") for folder in REPORTS.glob(f"{name}*"))
-    return REPORTS / (f"{name}.{taken + 1}" if taken else name) / FILE
+    """Path of the report of a run that begins now: reports/TIME-TARGET/report.json. `claim` makes its folder."""
+    return REPORTS / f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub('[^A-Za-z0-9._-]+', '-', target)[:80]}" / FILE
+
+
+def claim(report: Path) -> Path:
+    """Make the folder of a path of `new`. Where another run, which began in the same second, has made it, make one with
+    a number. Returns the report's path. Raises HostError."""
+    for number in itertools.count(1):
+        folder = report.parent if number == 1 else report.parent.with_name(f"{report.parent.name}.{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise HostError(f"{folder} cannot be made", why=error.strerror or str(error)) from None
+        return folder / FILE
+    raise AssertionError
 
 
 def link_latest(folder: Path) -> None:

@@ -66,6 +66,10 @@ def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
         asked = sum(result.requests["measured"] for result in report.results)
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.failures().items())
         return StageFailed(f"{failed} of {asked} requests failed", why=kinds, remedy=f"{path} has their messages")
+    early = None if report.searches else next((one for one in report.results if one.stopped), None)
+    if early is not None:  # only requests before or after the measured part failed
+        name = f"{early.protocol}, {early.label}"
+        return StageFailed(f"{name} ended early", why=early.stopped or "", remedy=f"{path} has what was measured")
     if not report.valid:
         return StageFailed(
             "the run is INVALID", why=report.verdict()["reasons"][0]["what"], remedy=f"{path} has every reason"

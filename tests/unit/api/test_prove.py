@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.api import prove
 from trtpipe.pipeline.prove import page
 from trtpipe.pipeline.prove.proof import Lane, Proof
@@ -23,6 +24,22 @@ def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> 
     spec: Any = SimpleNamespace(target="x")
     with pytest.raises(KeyboardInterrupt):
         prove._served(spec, Path("x"), "m", None)
+
+
+def test_a_benchmark_whose_requests_fail_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext())
+    monkeypatch.setattr(prove, "_planned", lambda *given: {})
+    monkeypatch.setattr(prove, "_answers", lambda client: [])
+    stopped = "16 requests in a row failed, the last by ConnectionLost: reset"
+    spec: Any = SimpleNamespace(target="x")
+    for ended, failures, told in ((None, {"WrongLength": 3}, "3 WrongLength"), (stopped, {}, stopped)):
+        report = SimpleNamespace(
+            interrupted=False, broken=None, partial=ended is not None, failures=lambda told=failures: told,
+            results=[SimpleNamespace(stopped=ended, metrics={"output_token_throughput": {"value": None}})],
+        )  # fmt: skip
+        monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, told=report, **more: told)
+        with pytest.raises(StageFailed, match=f"requests of the benchmark failed: {told}"):
+            prove._served(spec, Path("x"), "m", None)
 
 
 def test_the_reference_runtime_compared_with_itself_is_told() -> None:

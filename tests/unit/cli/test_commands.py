@@ -164,6 +164,10 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     there = ("--grpc-url", "localhost:1", "--protocol", "grpc", "--tokenizer", __file__)
     assert refused("bench", *there, "--timeout", "0").startswith("--timeout is 0")
     assert refused("bench", *there, "--token-timeout", "0").startswith("--token-timeout is 0")
+    for option in ("--timeout", "--token-timeout"):
+        assert refused("bench", *there, option, "3e6") == (
+            f"{option} is 3000000.0; give a positive number of seconds, at most 2,592,000"
+        )
     for option in ("--repeat", "--connections"):
         assert refused("bench", *there, option, "0").startswith(f"{option} is 0; give a whole number of 1 or more")
     assert refused("bench", *there, "--ray", "10.0.0.1:6379") == (

@@ -25,9 +25,10 @@ def work(ready):
     if sys.argv[2] == "fails":
         sys.exit(5)
     if sys.argv[2] == "waits":
-        Path(sys.argv[1] + ".waits").touch()
         try:
-            time.sleep(60)
+            Path(sys.argv[1] + ".waits").touch()
+            for _ in range(3000):  # one long sleep would miss a signal that comes just before it
+                time.sleep(0.02)
         except KeyboardInterrupt:
             print("leaves", flush=True)
             raise

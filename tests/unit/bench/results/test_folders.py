@@ -17,8 +17,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(target: str, second: int) -> Path:
-    place = folders.new(target)
-    place.parent.mkdir(parents=True)
+    place = folders.claim(folders.new(target))
     place.touch()
     os.utime(place, (second, second))
     folders.link_latest(place.parent)
@@ -30,6 +29,14 @@ def test_no_two_runs_share_a_folder() -> None:
     assert len({place.parent for place in places}) == 3
     assert all(place.parent.parent == Path("reports") for place in places)
     assert Path("reports/latest").resolve() == places[-1].parent.resolve()
+
+
+def test_runs_that_begin_in_the_same_second_do_not_share_one_either() -> None:
+    begun = [folders.new("llama3-8b.h100")] * 3
+    claimed = [folders.claim(place) for place in begun]
+    name = begun[0].parent.name
+    assert [place.parent.name for place in claimed] == [name, f"{name}.2", f"{name}.3"]
+    assert not any(claimed[0].parent.iterdir())
 
 
 def test_a_target_s_name_stays_one_folder() -> None:

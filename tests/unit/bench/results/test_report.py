@@ -283,6 +283,17 @@ def test_a_search_ends_where_the_client_is_the_limit(
     assert len(report.results) == 2  # not ended by one busy moment
 
 
+def test_reports_whose_names_have_dots_do_not_share_files(
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
+) -> None:
+    report = measure(known, tokenizer, seed=7)
+    first, second = (write_report(report, tmp_path / name) for name in ("llama-3.1", "llama-3.2"))
+    assert [place.name for place in first] == [
+        "llama-3.1.requests.jsonl", "llama-3.1.csv", "llama-3.1.html", "llama-3.1"
+    ]  # fmt: skip
+    assert not {*first} & {*second}
+
+
 @pytest.mark.usefixtures("excused")
 def test_a_search_that_comes_to_a_rate_at_which_nothing_is_due(known: MockServerProcess, tokenizer: Path) -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=True, repeats=1)

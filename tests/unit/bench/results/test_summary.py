@@ -102,6 +102,19 @@ def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> No
     assert refusal(failing, PATH) is failing.broken
 
 
+def test_a_server_that_dies_outside_the_measured_part_fails_the_command() -> None:
+    """No measured request has failed; that the load point ended early is all that tells it."""
+    counts = {"measured": 0, "succeeded": 0, "failed": 0}
+    early = report(result(requests=counts, stopped="5 requests in a row failed, the last by ConnectFailed: refused"))
+    assert str(refusal(early, PATH)) == (
+        "grpc, 1 in flight ended early: 5 requests in a row failed, the last by ConnectFailed: refused; "
+        "report.json has what was measured"
+    )
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=1))
+    early.searches = [SearchResult(protocol="grpc", search=search, found=Found(rate=1.0))]
+    assert refusal(early, PATH) is None
+
+
 def test_a_short_load_point_does_not_tell_what_the_server_keeps_up_with() -> None:
     """Much of what is asked in it ends after it, whatever the server does."""
     requests = lines(4, seed=1)  # of 120 ms
