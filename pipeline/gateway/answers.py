@@ -113,12 +113,13 @@ class Answer(Response):
                     request = self.order.requests[choice.index]
                     await choice.generation.again(request, choice.attempts)
                     choice.attempts += 1
-            if not refused:
-                break
-        # Another choice may begin, and end, while the prompt of one is listed.
-        while unlisted := [one for one in self.choices if one.generation.begun and one.prompt is not None]:
-            for choice in unlisted:
+            if refused:
+                continue
+            for choice in [one for one in self.choices if one.generation.begun and one.prompt is not None]:
                 await choice.list_prompt()
+            # Another choice may begin, end or fail while the prompt of one is listed.
+            if not self._dirty:
+                break
         if not self._first:
             self._first = True
             self._counters.add("waiting", -1)

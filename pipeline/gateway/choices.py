@@ -137,7 +137,7 @@ class Choice:
                 piece, found = self._stops.push(piece)
                 if found:
                     self._stop()
-        if generation.done and self.finish is None:
+        if generation.done and generation.failure is None and self.finish is None:
             rest = self._detokenizer.flush()
             if self._stops is not None:
                 rest, found = self._stops.push(rest)

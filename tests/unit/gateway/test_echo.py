@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.support.gateways import (
     CHAT,
@@ -121,6 +122,50 @@ def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monke
             ["a", "b", " ", "c", "</s>"],
             ["a", "b", "</s>"],
         ]
+
+    monkeypatch.setattr(Choice, "list_prompt", slowly)
+    ask(engine, folder, scenario, triton=OWN)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["before its first token", "after it"])
+def test_an_answer_that_fails_while_another_prompt_is_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, stream: bool
+) -> None:
+    prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab")]
+    begun, listed = asyncio.Event(), asyncio.Event()
+    list_prompt = Choice.list_prompt
+
+    async def slowly(choice: Choice) -> None:
+        if choice.index == 1:
+            begun.set()
+            await asyncio.sleep(0.3)
+        await list_prompt(choice)
+        if choice.index == 0:
+            listed.set()
+
+    async def engine(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        failing, late = list(asked.prompt) == prompts[0], when == "after it"
+        if late and not failing:
+            await listed.wait()
+        async for one in scored(asked, context):
+            if failing:
+                if late:
+                    one.infer_response.parameters["triton_final_response"].bool_param = False
+                    one.infer_response.raw_output_contents[0] = struct.pack("<i", prompts[0][0])
+                    yield one
+                await begun.wait()
+                one = service_pb2.ModelStreamInferResponse(error_message="Exceeds maximum queue size")
+            yield one
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        fields = {"temperature": 0, "max_tokens": 9, "logprobs": 1, "echo": True, "stream": stream}
+        answer = await client.post(TEXT, json={"model": "llama", "prompt": prompts, **fields})
+        if stream and when == "after it":
+            assert '"code": "overloaded"' in answer.text
+            assert '"index":0,"text":"","logprobs":null,"finish_reason"' not in answer.text
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
 
     monkeypatch.setattr(Choice, "list_prompt", slowly)
     ask(engine, folder, scenario, triton=OWN)

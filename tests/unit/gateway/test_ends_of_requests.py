@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.support.gateways import CHAT, END, INPUTS, Asked, Triton, ask, chat, events, response, saying, spoken, until
 from trtpipe.pipeline.gateway import upstream
+from trtpipe.pipeline.gateway.answers import Answer
 
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
@@ -27,6 +29,31 @@ def test_a_stream_that_ends_without_a_final_response(folder: Path) -> None:
         assert answer.status_code == 500
         assert "without a final response" in answer.json()["error"]["message"]
 
+    ask(script, folder, scenario)
+
+
+def test_an_answer_that_fails_while_its_first_event_is_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        yield response([72])
+        await asyncio.sleep(0.1)
+        yield service_pb2.ModelStreamInferResponse(error_message="it broke")
+
+    stream = Answer._stream
+
+    async def slowly(answer: Answer, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await until(lambda: answer.choices[0].generation.done)
+            await send(message)
+
+        await stream(answer, sent)
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        text = (await client.post(CHAT, json=chat(stream=True))).text
+        assert "it broke" in text
+        assert '"finish_reason":"stop"' not in text
+
+    monkeypatch.setattr(Answer, "_stream", slowly)
     ask(script, folder, scenario)
 
 
