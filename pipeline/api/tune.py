@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +133,7 @@ class _Session:
             "tokenizer": self._run.path / "tokenizer" / "tokenizer.json",
         }
         self._options, _ = choose(**plain)
-        self._search(self._options, find, rate=None, seconds=1.0, number=0, limit_s=1.0)
+        self._arrivals = self._search(self._options, find, rate=None, seconds=1.0, number=0, limit_s=1.0).loads[0]
         require_room(self._options.work, self._spec.target, self._run.linked("repository"))
         self._find, self._engine_python = find, engine_python
         self._note, self._progress = note, progress
@@ -152,6 +152,7 @@ class _Session:
     def open(self) -> None:
         """Open the study, and choose the candidates. Raises HostError while something is served here."""
         from trtpipe.engines.errors import HostError
+        from trtpipe.pipeline.bench.results.digest import digest
         from trtpipe.pipeline.serving.servers import running
         from trtpipe.pipeline.tune.candidates import AS_IT_IS
 
@@ -165,6 +166,7 @@ class _Session:
         question = {
             "objectives": [str(one) for one in options.objectives], "goal": self._find, "minutes": self._minutes,
             "work": options.to_json()["work"], "protocol": self._bench["protocol"], "settings": self._spec.settings,
+            "arrivals": asdict(self._arrivals), "files": {str(file): digest(file) for file in options.work.files},
         }  # fmt: skip
         self.study = _open_study(self._run.path, self._spec, question, self._price)
         self._began, self._spent_before = time.monotonic(), self.study.spent_s

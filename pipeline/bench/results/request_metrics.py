@@ -67,6 +67,16 @@ def _token_gaps(records: Records) -> Values:
     return Values(values=np.repeat(gaps[known] / times, times), owners=np.repeat(owners[known], times))
 
 
+def counted_gaps(records: Records) -> tuple[int, int]:
+    """(number of measured requests with token gaps, number of those with gaps between responses). They differ where
+    some responses carried several tokens and nobody says how many."""
+    import numpy as np
+
+    _, tokens, owners = _gaps(records)
+    measured = records.measured()[owners]
+    return len(np.unique(owners[measured & (tokens > 0)])), len(np.unique(owners[measured]))
+
+
 def _time_per_output_token(records: Records) -> Values:
     import numpy as np
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import StageFailed, TrtpipeError
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
+from trtpipe.pipeline.bench.results.request_metrics import counted_gaps
 
 # A clock is slewed by less than this during a load point: a larger step means that it was set.
 CLOCK_STEP_MS = 100.0
@@ -33,6 +34,13 @@ def notes(report: BenchReport) -> Iterator[str]:
     for result in report.results:
         for line in _of_load_point(result):
             yield f"{result.protocol}, {result.label}: {line}"
+    for result, records in zip(report.results, report.records, strict=False):
+        counted, asked = counted_gaps(records)
+        if 0 < counted < asked:
+            yield (
+                f"{result.protocol}, {result.label}: ITL is that of {counted} of {asked} requests: nobody says how "
+                "many tokens each response of the others had"
+            )
     again = report.said_again()
     if again is not None:
         yield again

@@ -132,6 +132,22 @@ def test_after_ctrl_c_the_same_call_goes_on(machine: Machine, target: str) -> No
     assert trtpipe.tune(target, "ttft:2s", input_tokens=32, output_tokens=16).folder != folder
 
 
+def test_another_load_or_another_prompt_file_is_another_search(machine: Machine, target: str, tmp_path: Path) -> None:
+    """What was measured under one says nothing about the other, though the command is the same."""
+    load, prompts = tmp_path / "load.yaml", tmp_path / "prompts.txt"
+    bursts = "gamma\n  burstiness: 0.1"
+    folders = []
+    for arrivals, text in (("poisson", "a"), ("poisson", "a"), (bursts, "a"), ("poisson", "b")):
+        prompts.write_text(text)
+        load.write_text(
+            f"name: mine\ndescription: mine\nload:\n  rate: 1\n  requests: 9\n  arrivals: {arrivals}\n"
+            f"work:\n  prompts: {prompts}\n  output_tokens: 16\n"
+        )
+        folders.append(trtpipe.tune(target, SLO, load=load).folder)
+    assert folders[0] == folders[1]
+    assert len(set(folders)) == 3
+
+
 def test_a_candidate_that_cannot_be_served_is_told_and_left(machine: Machine, target: str) -> None:
     machine.broken = "max_batch_size=16"
     study = trtpipe.tune(target, SLO)

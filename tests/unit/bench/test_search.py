@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.loads import Open
 from trtpipe.pipeline.bench.results.report import SearchResult
+from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.search import Found, Search, Step, Trial, Unmeasurable, find
 
 OPEN = Open(rate=1.0, duration_s=1.0)
@@ -154,6 +155,27 @@ def test_what_a_load_point_means_for_each_goal() -> None:
     assert not good.trial(slo(None), False).passed
     assert not search().trial(slo(1.0, 1.0), True).passed  # it ended before its time
     assert not search().trial(None, False).passed
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "value", "attainment", "expected"),
+    [
+        ("output_token_throughput", 1000.0, 500.0, 1.0, (False, 2.0)),
+        ("output_token_throughput", 1000.0, 1250.0, 0.98, (True, 0.8)),
+        ("output_token_throughput", 1000.0, 1250.0, 0.7, (False, 3.0)),
+        ("error_rate", 0.01, 0.02, 0.98, (False, 2.0)),
+        ("error_rate", 0.01, 0.0, 0.95, (True, 0.5)),
+        ("draft_acceptance_rate", 0.6, None, 1.0, (False, math.inf)),  # a server that does not speculate
+    ],
+)
+def test_goodput_needs_the_objectives_of_the_whole_load_point_too(
+    metric: str, limit: float, value: float | None, attainment: float, expected: tuple[bool, float]
+) -> None:
+    met = value is not None and not Objective(metric, "value", limit).missed_by(value)
+    judged = slo(attainment, 300.0, met=False)
+    judged["objectives"].append({"metric": metric, "statistic": "value", "limit": limit, "value": value, "met": met})
+    found = search(goal="max-goodput", attainment=0.9).trial(judged, False)
+    assert (found.passed, found.excess) == (expected[0], pytest.approx(expected[1]))
 
 
 @pytest.mark.parametrize(

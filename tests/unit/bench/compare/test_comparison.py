@@ -373,7 +373,9 @@ def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
 
 def test_of_single_requests_nothing_is_significant(tmp_path: Path) -> None:
     paths = [saved(tmp_path / name, lines(1, seed=seed)) for seed, name in enumerate("ab")]
-    assert compare(paths).summary() == ["B against A: no significance: there are too few requests for intervals, or all are alike"]
+    assert compare(paths).summary() == [
+        "B against A: no significance: there are too few requests for intervals, or all are alike"
+    ]
 
 
 def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.bench_reports import LATE, lines, load_point
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.results.records import read_objects
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.results.summary import notes, refusal
 from trtpipe.pipeline.bench.run import served
@@ -49,6 +50,20 @@ def test_of_a_quiet_run_there_is_nothing_to_say() -> None:
 )
 def test_what_a_load_point_has_to_say(changes: dict[str, Any], line: str) -> None:
     assert list(notes(report(result(**changes)))) == [f"grpc, 1 in flight: {line}"]
+
+
+def test_itl_of_some_requests_is_told_as_such() -> None:
+    """Over an OpenAI API a response may carry several tokens, as speculation makes them, and none says how many."""
+    requests = lines(5, seed=1)
+    whole = report(result(), records=[read_objects(requests)])
+    assert list(notes(whole)) == []
+    for one in requests[:3]:
+        one["tokens"] = None
+    requests[3]["warmup"] = True
+    some = report(result(), records=[read_objects(requests)])
+    assert list(notes(some)) == [
+        "grpc, 1 in flight: ITL is that of 1 of 4 requests: nobody says how many tokens each response of the others had"
+    ]
 
 
 def test_notes_of_a_run_name_what_limits_its_figures() -> None:
