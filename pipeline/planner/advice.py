@@ -10,16 +10,14 @@ from typing import Any
 
 from trtpipe.configs import facts
 from trtpipe.engines import load_backend
-from trtpipe.engines.backends.base import Target, checkpoint_form
+from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import Precision, resolve_precision
-from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
@@ -27,6 +25,7 @@ from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Adapters
+from trtpipe.pipeline.planner.precision import planned_precision
 from trtpipe.pipeline.planner.predict import Option, Prediction, quantization
 from trtpipe.pipeline.planner.preparation import Preparation, Took, amount, preparation
 
@@ -60,7 +59,7 @@ class Question:
     objectives  SLOs; empty: throughput without limit
     prices      price of one GPU per hour, by GPU name; overrides the GPU's file
     stored      quantization that the model's files have already
-    release     release of TensorRT-LLM whose speed is predicted; None: the newest that is known
+    release     toolchain that is planned for; None: the default one, as fast as the newest release that is known
     took        stages that ran on this machine
     adapters    LoRA adapters that are in the GPU's memory at once
     """
@@ -100,6 +99,12 @@ class Question:
 
     def price(self, gpu: GpuSpec) -> float | None:
         return (self.prices or {}).get(gpu.name, gpu.price_per_hour)
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Names of the GPUs without a price, of those that are planned at all."""
+        planned = (gpu for gpu in self.gpus if not gpu.refused and not gpu.is_cpu)
+        return tuple(sorted({gpu.name for gpu in planned if self.price(gpu) is None}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +243,7 @@ def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
         for dtype in question.dtypes
         for candidate in _of_gpu(question, gpu, dtype, lengths, how)
     ]
-    priced = all(question.price(gpu) is not None for gpu in question.gpus if not gpu.refused)
+    priced = not question.unpriced
 
     def order(one: Candidate) -> tuple[bool, float]:
         return one.best is None, (one.cost or math.inf) if priced else -one.per_gpu
@@ -258,20 +263,13 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         reason = "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        recipes, cache, group = facts.load_quant_recipes(), question.kv_cache, question.group_size
-        if question.stored is None:
-            shape = question.shape
-            precision = resolve_precision(
-                dtype, gpu, recipes, cache, group, question.runtime, experts=shape.experts is not None
-            )
-            coded = quantization(precision)
-            check_expert_format(shape, coded, checkpoint_form(question.runtime, coded.quant_algo))
-        else:
-            precision = stored_precision(question.model, question.stored, dtype, gpu, recipes, cache, group)
-            require_readable(question.model, question.stored, question.runtime)
+        precision = planned_precision(
+            question.model, question.shape, question.stored, gpu, question.runtime, dtype, question.kv_cache,
+            question.group_size,
+        )  # fmt: skip
         target = Target(
-            gpu=gpu, mapping=Mapping(), quantization=quantization(precision), toolchain=facts.find_toolchain(None),
-            stored=precision.stored,
+            gpu=gpu, mapping=Mapping(), quantization=quantization(precision),
+            toolchain=facts.find_toolchain(question.release), stored=precision.stored,
         )  # fmt: skip
         load_backend(question.runtime).resolve(BuildConfig(), target)
     except UsageError as error:
@@ -384,9 +382,8 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
     if not able:
         return []
     if not priced:
-        missing = sorted({gpu.name for gpu in question.gpus if not gpu.refused and question.price(gpu) is None})
         said.append(
-            f"no price is known for {', '.join(missing)}: ranked by tokens/s of a GPU; "
+            f"no price is known for {', '.join(question.unpriced)}: ranked by tokens/s of a GPU; "
             "give --price NAME=PRICE_PER_HOUR, or price_per_hour in gpus/NAME.yaml of TRTPIPE_HOME"
         )
         return said

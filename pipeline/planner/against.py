@@ -91,15 +91,20 @@ def calibrate(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> dict[st
     found: dict[str, dict[str, float]] = {}
     for runtime in sorted({figure.runtime for figure in figures}):
         runs = [one for one in figures if one.runtime == runtime]
-        base = efficiency.of(runtime, runs[0].release)
+        # `slower` of an earlier file would hide how the releases differ.
+        own = {key: value for key, value in efficiency.runtimes.get(runtime, {}).items() if key != "slower"}
+        base, before = efficiency.of(runtime), own.get("work", 1.0)
 
-        def changed(factors: Sequence[float], base: Efficiency = base) -> dict[str, float]:
+        def changed(factors: Sequence[float], base: Efficiency = base, before: float = before) -> dict[str, float]:
             beside, work, front = factors
             values = {key: getattr(base, key) * beside for key in OVERHEADS}
-            return {**values, "slower": base.slower * work, "front_s": base.front_s * front}
+            return {**values, "work": before * work, "front_s": base.front_s * front}
 
-        def loss(factors: Sequence[float], runs: Sequence[MeasuredRun] = runs, runtime: str = runtime) -> float:
-            row = {**efficiency.runtimes.get(runtime, {}), **changed(factors)}
+        def loss(
+            factors: Sequence[float], runs: Sequence[MeasuredRun] = runs, runtime: str = runtime,
+            own: dict[str, float] = own,
+        ) -> float:  # fmt: skip
+            row = {**own, **changed(factors)}
             how = dataclasses.replace(efficiency, runtimes={**efficiency.runtimes, runtime: row})
             values = [one for of in compare(runs, how).errors().values() for one in of.values]
             if not values:

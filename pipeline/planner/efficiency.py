@@ -15,6 +15,8 @@ from trtpipe.engines.gpu import GpuSpec
 
 # What an engine spends besides computing and reading.
 OVERHEADS = ("step_s", "layer_s", "request_s", "allreduce_s")
+# Keys of a runtime in a user's file; `slower` is of earlier files, in place of the factor of each release.
+OWN = (*OVERHEADS, "work", "front_s", "slower")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,8 @@ class Efficiency:
     ahead          1 where a step is put together while the one before runs, else 0
     activations    share of the largest layer's activations that TensorRT reserves
     runtime_gib    GiB that are used before anything is loaded
-    runtimes       values that differ from the above for runtimes other than TensorRT-LLM's engines
+    runtimes       values that differ from the above for runtimes other than TensorRT-LLM's engines; a user's own also
+                   have `work`, a factor on `slower` of every release
     releases       `slower` by runtime and release of TensorRT-LLM
     errors         by quantity, runtime, SM and type: what 8 of 10 errors of held-out figures are within
     probed         measurements by `trtpipe probe` on a card that the fit holds for, as shares of its data sheet
@@ -107,7 +110,8 @@ class Efficiency:
             fitted = sorted(rows, key=_version)
             before = [one for one in fitted if release is None or _version(one) <= _version(release)]
             slower = rows[(before or fitted[:1])[-1]]
-        values: dict[str, Any] = {"slower": slower, **self.runtimes.get(runtime, {})}
+        own = dict(self.runtimes.get(runtime, {}))
+        values: dict[str, Any] = {"slower": slower * own.pop("work", 1.0), **own}
         return dataclasses.replace(self, runtime=runtime, **values)
 
     def confidence(self, sm: int, kind: str) -> tuple[dict[str, float], bool]:
@@ -165,7 +169,7 @@ def load_efficiency() -> Efficiency:
         return shipped
     own = read.build(Own, read.read_yaml(own_file()), str(own_file()))
     for name, values in own.runtimes.items():
-        read.check_keys(values, [*OVERHEADS, "slower", "front_s"], f"{own_file()}, {name}")
+        read.check_keys(values, OWN, f"{own_file()}, {name}")
     rows = {name: {**shipped.runtimes.get(name, {}), **values} for name, values in own.runtimes.items()}
     return dataclasses.replace(shipped, runtimes={**shipped.runtimes, **rows})
 

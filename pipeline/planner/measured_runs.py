@@ -15,12 +15,12 @@ import numpy as np
 from trtpipe.configs import facts
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import InputDataError, suggestion
-from trtpipe.engines.precision import QuantRecipe, resolve_precision
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.planner.demand import SEED, closed_loop
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits
+from trtpipe.pipeline.planner.precision import planned_precision
 from trtpipe.pipeline.planner.predict import Option, Prediction
 from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
@@ -114,6 +114,8 @@ def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Measured
             given[name] = kind(text.strip())
         except ValueError:
             raise InputDataError(f"{where}: {name} is '{text[:60]}'", remedy="give a number") from None
+        if name == "length_spread" and given[name] == 0:
+            continue
         if kind is not str and not 0 < given[name] < 1e12:
             raise InputDataError(f"{where}: {name} is {given[name]:g}", remedy="give a positive number")
     missing = [name for name in ("gpu", "model", "input_tokens", "output_tokens") if name not in given]
@@ -159,9 +161,9 @@ def _option(
     gpu: str, model: str, mapping: Mapping, dtype: str, kv_cache: str | None, runtime: str, prompt: int, answer: int,
     batch: int | None, tokens: int | None, fraction: float,
 ) -> Option:  # fmt: skip
-    how, recipes = _shipped()
-    card, shape = _gpu(gpu), _shape(model)[1]
-    precision = resolve_precision(dtype, card, recipes, kv_cache, None, runtime)
+    how, card, (name, shape) = _shipped(), _gpu(gpu), _shape(model)
+    stored = _model(model, source=None, revision=None).stored
+    precision = planned_precision(name, shape, stored, card, runtime, dtype, kv_cache)
     lengths = Lengths(mean_input=prompt, mean_output=answer, longest_input=prompt, longest=prompt + answer)
     limits = None
     if batch is not None:
@@ -179,12 +181,13 @@ def _option(
 
 _gpu = functools.lru_cache(maxsize=None)(facts.find_gpu)
 _shape = functools.lru_cache(maxsize=None)(facts.find_shape)
+_model = functools.lru_cache(maxsize=None)(facts.find_model)
 
 
 @functools.cache
-def _shipped() -> tuple[Efficiency, dict[str, QuantRecipe]]:
-    """Memory's coefficients, and recipes: the same for every run of a table."""
-    return load_efficiency(), facts.load_quant_recipes()
+def _shipped() -> Efficiency:
+    """Memory's coefficients: the same for every run of a table."""
+    return load_efficiency()
 
 
 def _simulated(figure: MeasuredRun, made: Option) -> Prediction:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class WhatIf:
     """A change. `said` explains an effect that the figures do not show, or why there is no figure.
 
     kv_tokens  tokens of KV cache: (of the option, with the change)
-    ttft, tpot  p50 in ms for a single client, likewise
+    ttft, tpot  p50 in ms for a single client, likewise; no TPOT where an answer is one token
     tokens_per_s  output tokens per second with as many clients as can be served, likewise
     """
 
@@ -64,6 +64,14 @@ class WhatIf:
 
     def to_json(self) -> dict[str, Any]:
         return vars(self)
+
+
+class Figures(NamedTuple):
+    """Figures of an option, as a WhatIf pairs them."""
+
+    ttft: float
+    tpot: float | None
+    tokens_per_s: float
 
 
 def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) -> list[WhatIf]:
@@ -88,8 +96,11 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
         except UsageError as error:
             return WhatIf(name=name, said=str(error))
         then = _figures(changed, asked)
-        pairs = dict(zip(("ttft", "tpot", "tokens_per_s"), zip(now, then, strict=True), strict=True))
-        return WhatIf(name=name, said=said, kv_tokens=(option.memory.kv_tokens, changed.memory.kv_tokens), **pairs)
+        return WhatIf(
+            name=name, said=said, kv_tokens=(option.memory.kv_tokens, changed.memory.kv_tokens),
+            ttft=(now.ttft, then.ttft), tpot=_pair(now.tpot, then.tpot),
+            tokens_per_s=(now.tokens_per_s, then.tokens_per_s),
+        )  # fmt: skip
 
     return [
         without_cache(option, lengths, now),
@@ -122,11 +133,11 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
             "read in each step; the kernels that apply them are not in these figures",
         ),
         in_host_memory(option, lengths, now),
-        unsplit(option, demand, now[1]),
+        unsplit(option, demand, now),
     ]  # fmt: skip
 
 
-def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
+def without_cache(option: Option, lengths: Lengths, now: Figures) -> WhatIf:
     """Each step computes all tokens of its sequence again. The batch is one sequence, since that alone is compute-bound
     and more would gain nothing. A byte of cache saves 2 x parameters / (bytes of a token) operations.
     """
@@ -136,14 +147,14 @@ def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, flo
     operations = 2.0 * counts.parameters * counts.tp
     again = float(cost.seconds(Step(context=tokens, decoding=0, cached=0, work=tokens**2 / 2, logits=1)))
     return WhatIf(
-        name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now[0], now[0]), tpot=(now[1], 1e3 * again),
-        tokens_per_s=(now[2], 1 / again),
+        name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now.ttft, now.ttft),
+        tpot=_pair(now.tpot, 1e3 * again), tokens_per_s=(now.tokens_per_s, 1 / again),
         said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
         f"each token that is kept, {operations / (counts.token_bytes * counts.tp):.3g} for each byte of cache",
     )  # fmt: skip
 
 
-def in_host_memory(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
+def in_host_memory(option: Option, lengths: Lengths, now: Figures) -> WhatIf:
     """A prompt whose first half is in the host's memory: each GPU reads its part of the KV cache, instead of computing
     those tokens."""
     name = f"{HOST_GIB} GiB of KV cache in the host's memory"
@@ -156,28 +167,37 @@ def in_host_memory(option: Option, lengths: Lengths, now: tuple[float, float, fl
     computing = float(cost.seconds(Step(context=half, decoding=0, cached=0, work=half**2 / 2, logits=0)))
     saved = 1e3 * (computing - loading)
     return WhatIf(
-        name=name, kv_tokens=(option.memory.kv_tokens, option.memory.kv_tokens + kept), ttft=(now[0], now[0] - saved),
+        name=name, kv_tokens=(option.memory.kv_tokens, option.memory.kv_tokens + kept),
+        ttft=(now.ttft, now.ttft - saved),
         said=f"{kept} tokens more are kept for reuse: a prompt whose first {half} tokens are among them reads them in "
         f"{1e3 * loading:.1f} ms instead of computing them in {1e3 * computing:.1f}; no sequence gets longer",
     )  # fmt: skip
 
 
-def unsplit(option: Option, demand: Demand, tpot: float) -> WhatIf:
+def unsplit(option: Option, demand: Demand, now: Figures) -> WhatIf:
     """Without multi-block decoding, as many thread blocks read one sequence's cache as it has KV heads on a GPU; a full
     batch has enough thread blocks.
     """
     readers = max(1, option.model.num_key_value_heads // option.tp)
     slower = replace(option, cost=option.cost.with_kv_share(min(1.0, readers / BLOCKS)))
     return WhatIf(
-        name="no multi-block decoding", tpot=(tpot, float(np.median(slower.together(demand, 1).tpot))),
+        name="no multi-block decoding", tpot=_pair(now.tpot, _median(slower.together(demand, 1).tpot)),
         said=f"one client's cache is read by {readers} thread blocks a layer; a full batch is as fast as before",
     )  # fmt: skip
 
 
-def _figures(option: Option, demand: Demand) -> tuple[float, float, float]:
+def _figures(option: Option, demand: Demand) -> Figures:
     single = option.together(demand, 1)
     full = option.full(demand)
-    return float(np.median(single.ttft)), float(np.median(single.tpot)), full.tokens_per_s
+    return Figures(float(np.median(single.ttft)), _median(single.tpot), full.tokens_per_s)
+
+
+def _median(values: Any) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _pair(now: float | None, then: float | None) -> tuple[float, float] | None:
+    return None if now is None or then is None else (now, then)
 
 
 def _adapted(option: Option, lengths: Lengths) -> Option:

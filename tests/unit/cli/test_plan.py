@@ -141,7 +141,7 @@ def test_plan_says_how_sure_it_is_and_of_which_release(run: Run) -> None:
         known, guess = guess, known
     low, high = known["interval"]["output_tokens_per_s"]
     assert low < known["at_max_rate"]["output_tokens_per_s"] < high < 1.4 * low
-    old = json.loads(run(*question, "--dtype", "fp8-kv", "--runtime", "trtllm_pytorch", "--toolchain", "0.21").out)
+    old = json.loads(run(*question, "--dtype", "fp8-kv", "--toolchain", "0.21").out)
     assert old["release"] == "0.21.0"
     assert run("plan", "--model", "llama3-8b", "--toolchain", "9.9").status == 2
     assert "a wide guess: no figure of FP16 on SM89" in run(*question[:-1], "--dtype", "fp16").out.replace("\n", " ")

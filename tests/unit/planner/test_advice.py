@@ -50,6 +50,17 @@ def test_options_are_ranked_by_cost_within_the_objectives() -> None:
     json.dumps(found.to_json())
 
 
+def test_a_release_is_planned_for_with_what_it_can_do() -> None:
+    """As a build of that toolchain refuses it: engines end with 1.2, and 0.21 has no LLM API."""
+    (ended,) = advise(question("llama3-8b", "h100", release="1.3.0rc29", tps=(1,))).candidates
+    assert ended.best is None
+    assert ended.reason.startswith("TensorRT-LLM 1.3.0rc29 builds no engines: they ended with 1.2")
+    early = advise(question("llama3-8b", "h100", runtime="trtllm_pytorch", release="0.21.0", tps=(1,))).candidates[0]
+    assert early.reason.startswith("toolchain 0.21.0 does not serve the runtime trtllm_pytorch")
+    (able,) = advise(question("llama3-8b", "h100", release="0.21.0", tps=(1,))).candidates
+    assert able.best is not None
+
+
 def test_tighter_objectives_never_allow_more() -> None:
     rates = []
     for limit in (12, 20, 40):
@@ -67,6 +78,11 @@ def test_without_a_price_gpus_are_ranked_by_what_one_gives() -> None:
         "no price is known for h100: ranked by tokens/s of a GPU; give --price NAME=PRICE_PER_HOUR, "
         "or price_per_hour in gpus/NAME.yaml of TRTPIPE_HOME",
     )
+    # Neither a GPU that is refused nor the CPU, on which nothing is planned, needs a price.
+    found = advise(question("llama3-8b", "cpu,v100,h100", tps=(1,), prices={"h100": 2.5}))
+    assert found.priced
+    assert found.to_json()["ranked_by"] == "cost"
+    assert not any("no price" in one for one in found.remarks)
     # Also where an option of the priced GPU cannot serve.
     found = advise(question("smollm2-135m", "l4,h100", tps=(1, 2), prices={"l4": 0.5}))
     assert found.remarks[0].startswith("no price is known for h100: ")
@@ -111,6 +127,17 @@ def test_a_cache_that_is_found_again_makes_prompts_shorter() -> None:
     assert cold.single is not None
     assert warm.single is not None
     assert warm.single.ttft.mean() < 0.5 * cold.single.ttft.mean()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_ifs_of_answers_of_one_token_have_no_time_per_output_token() -> None:
+    work = Work(input_tokens=128, output_tokens=1)
+    (one,) = advise(question("llama3-8b", "h100", work=work, tps=(1,))).candidates
+    assert one.option is not None
+    found = [change.to_json() for change in what_ifs(one.option, Demand(work))]
+    assert [change["tpot"] for change in found] == [None] * len(found)
+    assert sum(change["ttft"] is not None for change in found) > 6
+    json.dumps(found, allow_nan=False)
 
 
 def test_what_ifs() -> None:

@@ -211,6 +211,10 @@ def test_a_release_scales_the_work_and_not_the_overheads() -> None:
     slower = {one: IDEAL.of("tensorrt_llm", one).slower for one in ("0.9", "0.15", "0.21.0", "1.3.0rc29", None)}
     assert slower == {"0.9": 1.25, "0.15": 1.25, "0.21.0": 1.0, "1.3.0rc29": 0.9, None: 0.9}
     assert IDEAL.of("other").step_s == 2e-3
+    # What a user's runs told of the work counts in each release.
+    own = dataclasses.replace(IDEAL, runtimes={"tensorrt_llm": {"work": 2.0, "step_s": 1e-3}})
+    assert [own.of("tensorrt_llm", one).slower for one in ("0.9", "0.21.0", None)] == [2.5, 2.0, 1.8]
+    assert own.of("tensorrt_llm", "0.9").step_s == 1e-3
     step = Step(context=8192, decoding=0, cached=0, work=8192 * 4096, logits=1)
     how = dataclasses.replace(IDEAL, step_s=1e-3)
     now, before = cost(how=how).parts(step), cost(how=how.of("tensorrt_llm", "0.14")).parts(step)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.api.plan import against
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.pipeline.api.plan import against, plan
 from trtpipe.pipeline.planner.against import calibrate, compare
 from trtpipe.pipeline.planner.demand import closed_loop
 from trtpipe.pipeline.planner.efficiency import load_efficiency, own_file
-from trtpipe.pipeline.planner.measured_runs import MeasuredRun, predict_run, read
+from trtpipe.pipeline.planner.measured_runs import MeasuredRun, option, predict_run, read
 from trtpipe.pipeline.planner.predict import Prediction
 from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
@@ -45,6 +45,14 @@ def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path)
     predicted = found.predicted[0][1].output_tokens_per_s
     assert predicted is not None
     assert error.values == pytest.approx([predicted / 3000 - 1])
+
+
+def test_lengths_that_are_all_equal_have_a_spread_of_0(tmp_path: Path) -> None:
+    head = HEAD.replace("concurrency", "length_spread")
+    rows = "h100,llama3.1-8b,fp8-kv,500,200,0,3000\nh100,llama3.1-8b,fp8-kv,500,200,1.2,3000\n"
+    assert [one.length_spread for one in read(table(tmp_path, head + rows))] == [0.0, 1.2]
+    with pytest.raises(InputDataError, match="line 2: length_spread is -1"):
+        read(table(tmp_path, head + "h100,llama3.1-8b,fp8-kv,500,200,-1,3000\n"))
 
 
 @pytest.mark.parametrize(
@@ -100,14 +108,59 @@ def test_a_refit_finds_the_overheads_that_made_the_runs() -> None:
     found = calibrate(runs, how)
     after = dataclasses.replace(how, runtimes={**how.runtimes, **found})
     assert set(found) == {"tensorrt_llm"}
+    assert set(found["tensorrt_llm"]) == {"step_s", "layer_s", "request_s", "allreduce_s", "work", "front_s"}
     assert before > 0.3
     assert compare(runs, after).errors()["tpot_ms"].mean < 0.03
+
+
+def test_a_refit_leaves_the_releases_as_far_apart_as_they_were() -> None:
+    """Runs of an old release, as a machine with half of the speed would have given: `slower` of 0.14 is 1.14."""
+    how = load_efficiency()
+    run = dataclasses.replace(RUN, release="0.14")
+    half = dataclasses.replace(how, runtimes={**how.runtimes, "tensorrt_llm": {"work": 2.0}})
+    true = predict_run(run, half)
+    runs = [dataclasses.replace(run, output_tokens_per_s=true.output_tokens_per_s, ttft_ms=true.ttft_ms)]
+    # A file that was written before releases were kept apart says `slower` of all of them.
+    earlier = dataclasses.replace(how, runtimes={**how.runtimes, "tensorrt_llm": {"slower": 1.5}})
+    assert [earlier.of("tensorrt_llm", one).slower for one in ("0.14", None)] == [1.5, 1.5]
+    for begin in (how, earlier):
+        found = calibrate(runs, begin)
+        after = dataclasses.replace(how, runtimes={**how.runtimes, **found})
+        factor = found["tensorrt_llm"]["work"]
+        assert factor == pytest.approx(2.0, rel=0.1)
+        assert after.of("tensorrt_llm", "0.14").slower == pytest.approx(1.14 * factor)
+        assert after.of("tensorrt_llm").slower == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "tp"), [("a100", "mixtral-8x7b", 2), ("h100", "llama3.1-8b-fp8", 1), ("a100", "llama3.1-8b", 1)]
+)
+def test_a_run_is_predicted_in_the_precision_that_a_plan_takes(gpu: str, model: str, tp: int) -> None:
+    run = MeasuredRun(gpu=gpu, model=model, tp=tp, input_tokens=128, output_tokens=64)
+    (planned,) = plan(model, gpu=gpu, tp=tp, input_tokens=128, output_tokens=64).candidates
+    assert planned.option is not None
+    assert option(run).precision == planned.option.precision
+
+
+def test_a_run_in_a_precision_that_its_model_has_not_is_refused() -> None:
+    """As `plan` and `build` refuse it."""
+    run = MeasuredRun(gpu="a100", model="mixtral-8x7b", tp=2, input_tokens=128, output_tokens=64)
+    assert option(run).precision.name == "int8-wo"
+    with pytest.raises(UsageError, match="experts are not quantized with W8A8_SQ"):
+        option(dataclasses.replace(run, dtype="int8-sq"))
+    stored = MeasuredRun(gpu="h100", model="llama3.1-8b-fp8", dtype="bf16", input_tokens=128, output_tokens=64)
+    with pytest.raises(UsageError, match=r"--dtype bf16 is not the precision of llama3\.1-8b-fp8"):
+        option(stored)
 
 
 def test_refitted_overheads_go_before_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path))
     own_file().write_text("runtimes: {vllm: {step_s: 0.5}}\n")
     assert load_efficiency().of("vllm").step_s == 0.5
+    own_file().write_text("runtimes: {tensorrt_llm: {work: 1.5, front_s: 0.1}}\n")
+    assert load_efficiency().of("tensorrt_llm", "0.14").slower == pytest.approx(1.14 * 1.5)
+    own_file().write_text("runtimes: {tensorrt_llm: {slower: 1.5}}\n")
+    assert load_efficiency().of("tensorrt_llm", "0.14").slower == 1.5
     own_file().write_text("runtimes: {vllm: {steps: 0.5}}\n")
     with pytest.raises(Exception, match="steps"):
         load_efficiency()
