@@ -40,6 +40,10 @@ OtlpEndpoint = Annotated[
         "OTEL_EXPORTER_OTLP_ENDPOINT."
     ),
 ]
+Timeout = Annotated[
+    int,
+    typer.Option(min=1, help="Seconds from a request's arrival to the end of its answer; the gateway then ends it."),
+]
 TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).", **FILE)]
 TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **FILE)]
 
@@ -58,6 +62,7 @@ def gateway(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     otlp_endpoint: OtlpEndpoint = None,
+    timeout: Timeout = 600,
     linger: Annotated[
         int, typer.Option(help="Seconds after SIGTERM in which requests are still taken, while clients leave.")
     ] = 0,
@@ -88,7 +93,7 @@ def gateway(
         grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
-        linger_s=linger, drain_s=drain, traces_url=traces_url(otlp_endpoint),
+        timeout_s=timeout, linger_s=linger, drain_s=drain, traces_url=traces_url(otlp_endpoint),
     )  # fmt: skip
     access.check(options)
     if not _answers(triton):

@@ -13,6 +13,7 @@ from trtpipe.pipeline.cli.gateway import (
     NoReasoning,
     OtlpEndpoint,
     ServedModelName,
+    Timeout,
     TlsCert,
     TlsKey,
     ToolFormat,
@@ -49,6 +50,7 @@ def serve(
     no_reasoning: NoReasoning = False,
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
+    timeout: Timeout = 600,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
@@ -97,7 +99,7 @@ def serve(
         tool_format=tool_format, reasoning=not no_reasoning, cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or configured,
-        allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint,
+        allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint, timeout_s=timeout,
     )  # fmt: skip
     # Here, since a server that is started again leaves out the gateway where that goes on.
     launch_options.require_gateway(options)

@@ -58,6 +58,7 @@ class LaunchOptions:
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
     otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
+    timeout_s            seconds from a request's arrival at the gateway to the end of its answer
     drain_s              seconds that requests in flight have to end once Triton is stopped
     """
 
@@ -82,6 +83,7 @@ class LaunchOptions:
     engine_python: str | None = None
     allow_model_code: bool = False
     otlp_endpoint: str | None = None
+    timeout_s: float = GatewayOptions.timeout_s
     drain_s: int = DRAIN_S
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ def of_gateway(options: LaunchOptions) -> list[str]:
         "--no-reasoning": not options.reasoning,
         "--gateway-workers": options.gateway_workers != 1,
         "--otlp-endpoint": options.otlp_endpoint is not None,
+        "--timeout": options.timeout_s != GatewayOptions.timeout_s,
     }
     return [option for option, is_given in given.items() if is_given]
 
@@ -215,6 +218,7 @@ def gateway_options(
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
+        timeout_s=options.timeout_s,
         traces_url=traces_url(options.otlp_endpoint),
     )
     access.check(chosen)

@@ -10,7 +10,15 @@ import pytest
 
 from tests.unit.engines.test_passport import passport
 from trtpipe.engines.errors import TrtpipeError, UsageError
-from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_alone, gateway_model, require_gateway
+from trtpipe.pipeline.serving.launch_options import (
+    LaunchOptions,
+    check_alone,
+    gateway_model,
+    gateway_options,
+    require_gateway,
+)
+from trtpipe.pipeline.serving.ports import Endpoints
+from trtpipe.pipeline.serving.servers import Served
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 
@@ -36,6 +44,18 @@ def test_the_format_of_tool_calls_is_that_of_the_model_file(
     assert gateway_model(str(tmp_path), (), given).tool_format == expected
 
 
+@pytest.mark.parametrize(("given", "seconds"), [({}, 600), ({"timeout_s": 60}, 60)])
+def test_the_gateway_s_time_for_an_answer_is_that_of_serve(
+    tmp_path: Path, given: dict[str, Any], seconds: float
+) -> None:
+    limits = {"max_input_len": 8, "max_seq_len": 16}
+    built = dataclasses.replace(passport(), build_config=limits)
+    options = LaunchOptions(openai=0, **given)
+    endpoints = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    served = Served(name="a", repository=tmp_path)
+    assert gateway_options([served], [built], tmp_path, endpoints, 0, options).timeout_s == seconds
+
+
 @pytest.mark.parametrize(
     ("option", "given"),
     [
@@ -47,6 +67,7 @@ def test_the_format_of_tool_calls_is_that_of_the_model_file(
         ("--no-reasoning", {"reasoning": False}),
         ("--gateway-workers", {"gateway_workers": 2}),
         ("--otlp-endpoint", {"otlp_endpoint": "http://localhost:4318"}),
+        ("--timeout", {"timeout_s": 60}),
     ],
 )
 def test_an_option_of_the_gateway_is_refused_where_none_is_started(option: str, given: dict[str, Any]) -> None:
