@@ -25,8 +25,11 @@ def test_an_open_loop_sends_at_its_times_and_never_before(loop: asyncio.Abstract
     assert any({"r1", "r2"} <= {exchange.id for exchange in batch} for batch in sender.batches)
 
 
-def test_a_share_without_requests_is_over_at_once(loop: asyncio.AbstractEventLoop) -> None:
-    assert drive(loop, opened(Quick(), [])) == []
+def test_a_share_without_requests_is_over_with_the_measured_part(loop: asyncio.AbstractEventLoop) -> None:
+    driver = opened(Quick(), [], window_ns=(0, 50 * MS))
+    assert drive(loop, driver) == []
+    assert driver.client is not None
+    assert driver.client.wall_ns >= 50 * MS
 
 
 def test_the_schedule_stays_whatever_the_delay(loop: asyncio.AbstractEventLoop) -> None:
