@@ -132,11 +132,14 @@ def resolve_precision(
         dtype, recipe = DataType.BFLOAT16, names[requested]
     else:
         raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, ["auto", *FLOAT_NAMES, *names]))
+    plain = Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     if recipe is None:
-        return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
+        return plain
     if automatic:
         reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
+    if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
+        return plain  # the recipe `none`
     # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
     same = next((r for r in recipes.values() if (r.quant_algo, r.kv_cache_quant_algo) == became), recipe)

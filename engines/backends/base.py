@@ -204,6 +204,17 @@ def require_form(runtime: str, target: Target) -> None:
         checkpoint_form(runtime, target.quantization.quant_algo)
 
 
+def require_weights(runtime: str, target: Target) -> None:
+    """Raises UsageError for a quantized KV cache alone: no Hugging Face folder is written with its scales."""
+    cache = target.quantization.kv_cache_quant_algo
+    if not target.stored and cache is not None and target.quantization.quant_algo is None:
+        raise UsageError(
+            f"the runtime {runtime} does not run unquantized weights with an {cache.value} KV cache",
+            why="the Hugging Face folder of such a model has no scales of the cache",
+            remedy="use --kv-cache none, or a --dtype that quantizes the weights",
+        )
+
+
 def runtimes_of(algo: QuantAlgo | None) -> list[str]:
     """Runtimes for a GPU that run `algo`."""
     return [runtime for runtime in BACKENDS if not load_backend(runtime).ANYWHERE and reads(runtime, algo)]

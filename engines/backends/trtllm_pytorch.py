@@ -19,6 +19,7 @@ from trtpipe.engines.backends.base import (
     refuse_others,
     require_form,
     require_speculation,
+    require_weights,
 )
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
@@ -93,6 +94,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     refuse_others(build, SETTINGS, "trtllm_pytorch", "it is a choice of trtllm-build, and nothing is compiled here")
     _require_formats(target)
     require_form("trtllm_pytorch", target)
+    require_weights("trtllm_pytorch", target)
     # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 

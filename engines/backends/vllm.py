@@ -23,6 +23,7 @@ from trtpipe.engines.backends.base import (
     refuse_others,
     require_form,
     require_speculation,
+    require_weights,
 )
 from trtpipe.engines.base import Checkpoint, DataType, Engine
 from trtpipe.engines.build_config import BuildConfig
@@ -141,6 +142,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
         )
     if target.gpu.is_cpu:
         _require_cpu(target)
+    require_weights("vllm", target)
     # vLLM's attention always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 

@@ -24,7 +24,7 @@ class Settings:
     dtype: DataType
     calibration: CalibrationConfig
     # Not part of the result: what the next stage requires is checked before the work.
-    mapping: Mapping
+    layout: quantizing.Layout
 
 
 class Calibrate(Stage):
@@ -45,7 +45,10 @@ class Calibrate(Stage):
     def settings(self, spec: BuildSpec) -> Settings:
         assert spec.precision.recipe is not None
         return Settings(
-            recipe=spec.precision.recipe, dtype=spec.precision.dtype, calibration=spec.calibration, mapping=spec.mapping
+            recipe=spec.precision.recipe,
+            dtype=spec.precision.dtype,
+            calibration=spec.calibration,
+            layout=layout_of(spec),
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
@@ -67,11 +70,12 @@ class Calibrate(Stage):
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        quantizing.check(job.inputs["model"], settings.recipe, quantizing.Layout(mapping=settings.mapping))
+        quantizing.check(job.inputs["model"], settings.recipe, settings.layout)
         quantizing.quantize(
             job.inputs["model"],
             None,
             settings.recipe,
+            layout=settings.layout,
             dtype=settings.dtype,
             samples=calibration.samples(job.inputs["model"], settings.calibration),
             save_scales=job.out / SCALES,
@@ -79,6 +83,12 @@ class Calibrate(Stage):
             progress=job.progress,
         )
         return {}
+
+
+def layout_of(spec: BuildSpec) -> quantizing.Layout:
+    """The layout of the spec's checkpoint. The loader of a Hugging Face folder splits it into ranks."""
+    mapping = spec.mapping if spec.form == "trtllm" else Mapping()
+    return quantizing.Layout(form=spec.form, mapping=mapping, toolchain=spec.toolchain.name)
 
 
 def hashed_quantization(recipe: QuantRecipe) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def checkpoint_disk(spec: BuildSpec, model: ModelConfig) -> int:
     return checkpoint_bytes(model, dtype, mapping, spec.quantization)
 
 
-def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
+def hashed_form(form: str, mapping: Mapping, toolchain: str | None) -> dict[str, Any]:
     """The values that a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
     if form != "trtllm":
         return {"form": form}

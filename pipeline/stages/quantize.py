@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trtpipe.engines.backends.base import checkpoint_form
-from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.base import DataType
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import ModelConfig
@@ -14,17 +13,15 @@ from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
-from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization
+from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization, layout_of
 from trtpipe.pipeline.stages.convert import checkpoint_disk, hashed_form
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     recipe: QuantRecipe
-    form: str
     dtype: DataType
-    mapping: Mapping
-    toolchain: str
+    layout: quantizing.Layout
 
 
 class Quantize(Stage):
@@ -48,30 +45,23 @@ class Quantize(Stage):
 
     def settings(self, spec: BuildSpec) -> Settings:
         assert spec.precision.recipe is not None
-        return Settings(
-            recipe=spec.precision.recipe,
-            form=checkpoint_form(spec.runtime, spec.quantization.quant_algo),
-            dtype=spec.precision.dtype,
-            mapping=spec.mapping,
-            toolchain=spec.toolchain.name,
-        )
+        return Settings(recipe=spec.precision.recipe, dtype=spec.precision.dtype, layout=layout_of(spec))
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
+        layout = settings.layout
         return {
             "dtype": settings.dtype.value,
-            **hashed_form(settings.form, settings.mapping, settings.toolchain),
+            **hashed_form(layout.form, layout.mapping, layout.toolchain),
             **hashed_quantization(settings.recipe),
         }
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        # The loader of a Hugging Face folder splits it into ranks.
-        mapping = settings.mapping if settings.form == "trtllm" else Mapping()
         notices = quantizing.quantize(
             job.inputs["model"],
             job.out,
             settings.recipe,
-            layout=quantizing.Layout(form=settings.form, mapping=mapping, toolchain=settings.toolchain),
+            layout=settings.layout,
             dtype=settings.dtype,
             scales=job.inputs["scales"] / SCALES if "scales" in job.inputs else None,
             log=job.log,

@@ -152,6 +152,11 @@ def test_weights_as_they_are_may_have_a_quantized_cache() -> None:
     assert found.recipe is not None
     assert (found.recipe.quant_algo, found.recipe.kv_cache_quant_algo) == (None, KvCacheQuantAlgo.INT8)
     assert resolve("bf16", A100, "none").recipe is None
+    assert resolve("none", A100, "int8") == found
+
+
+def test_the_recipe_that_quantizes_nothing_is_bfloat16() -> None:
+    assert resolve("none", H100) == resolve("none", H100, "none") == resolve("bf16", H100)
 
 
 @pytest.mark.parametrize(

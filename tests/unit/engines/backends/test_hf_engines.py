@@ -279,6 +279,15 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         (
+            {"runtime": "vllm", "kv_cache": "fp8"},
+            "the runtime vllm does not run unquantized weights with an FP8 KV cache: the Hugging Face folder of such a "
+            "model has no scales of the cache; use --kv-cache none, or a --dtype that quantizes the weights",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "kv_cache": "fp8"},
+            "the runtime trtllm_pytorch does not run unquantized weights with an FP8 KV cache",
+        ),
+        (
             {"runtime": "trtllm_pytorch", "gpu": "cpu"},
             "runtime trtllm_pytorch needs an NVIDIA GPU; use --runtime reference or vllm with --gpu cpu",
         ),
@@ -323,7 +332,7 @@ def test_what_a_runtime_cannot_run_is_refused_in_the_plan(options: dict[str, Any
 def test_vllm_gets_a_recipe_in_a_format_that_it_reads(dtype: str, form: str | None, method: str | None) -> None:
     gpu = "a100" if dtype == "int8" else "h100"
     spec = resolve([("option", {"model": "llama3-8b", "gpu": gpu, "dtype": dtype, "runtime": "vllm"})])
-    assert (QUANTIZE.settings(spec).form if QUANTIZE.applies(spec) else None) == form
+    assert (QUANTIZE.settings(spec).layout.form if QUANTIZE.applies(spec) else None) == form
     settings = yaml.safe_load(vllm.rendered(spec.build, BUILD.settings(spec).target)["engine_args.yaml"])
     assert settings.get("quantization") == method
 
