@@ -116,6 +116,7 @@ def test_boards_add_up(tmp_path: Path) -> None:
     first, second = SharedCounters(path, 0, 2), SharedCounters(path, 1, 2)
     first.answered("chat", 200)
     second.answered("chat", 200)
+    second.answered("completions", 501)
     second.answered("completions", 418)
     second.observe("first_token", 0.03)
     second.observe("inter_token", 0.02, 3)
@@ -126,6 +127,7 @@ def test_boards_add_up(tmp_path: Path) -> None:
         text = board.text()
         assert 'requests_total{endpoint="chat",status="200"} 2' in text
         assert 'requests_total{endpoint="completions",status="500"} 1' in text
+        assert 'requests_total{endpoint="completions",status="501"} 1' in text
         assert 'first_token_seconds_bucket{le="0.025"} 0' in text
         assert 'first_token_seconds_bucket{le="0.05"} 1' in text
         assert 'inter_token_seconds_bucket{le="0.015"} 0' in text

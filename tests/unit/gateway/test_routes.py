@@ -38,6 +38,10 @@ def test_other_routes(folder: Path) -> None:
             assert (without.status_code, without.json()["error"]["message"]) == (404, told)
         assert "; try /v1/models, " in (await client.get("/models")).json()["error"]["message"]
         assert (await client.get(CHAT)).status_code == 405
+        counted = (await client.get("/metrics")).text
+        # A wrong method is no fault of the server, whose share of 5xx the dashboard shows.
+        assert 'requests_total{endpoint="chat",status="405"} 1' in counted
+        assert 'requests_total{endpoint="chat",status="500"} 0' in counted
         assert (await client.get("/docs")).status_code == 404
 
     ask(saying(folder, "x"), folder, scenario)
