@@ -161,7 +161,7 @@ def quantize(
     from trtpipe.engines.quantize import job
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
-    from trtpipe.pipeline.store.folders import new_folder
+    from trtpipe.pipeline.store.folders import new_folder, require_place
 
     recipe = with_kv_cache(find_recipe(quant, facts.load_quant_recipes()), kv_cache)
     recipe = with_group_size(recipe, group_size)
@@ -169,6 +169,8 @@ def quantize(
     release = _release(toolchain) if form == "trtllm" else facts.find_toolchain(toolchain).name
     layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout)
+    if save_scales is not None:
+        require_place(save_scales)
     rows = None
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
@@ -234,6 +236,7 @@ def verify(
     from trtpipe.pipeline.accuracy.tasks import score_tasks
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
+    from trtpipe.pipeline.store.folders import require_place
 
     if is_checkpoint(original):
         model = "HF_DIR" if quantized is None or is_checkpoint(quantized) else quantized
@@ -242,6 +245,9 @@ def verify(
             why="the first folder is the original, a Hugging Face folder",
             remedy=f"use `{_command('verify', model, original)}`",
         )
+    if report_dir is not None:
+        for name in (gate.JSON_NAME, gate.HTML_NAME):
+            require_place(report_dir / name)
     files = tasks or []
     for file in files:  # a mistake in one need not wait for the models
         read_task(file)
@@ -263,13 +269,13 @@ def verify(
         with _log("tasks") as log, console_progress.working("tasks", ", ".join(map(str, files))) as progress:
             scores = score_tasks(files, original, quantized, device=device, log=log, progress=progress)
             report = replace(report, tasks=scores)
-    if report_dir is not None:
-        page.write(report, report_dir, "held-out text" if text == calibration.HELDOUT else text)
-        console.note(f"written: {report_dir}/accuracy.json and accuracy.html")
     if as_json:
         console.result_json(report.to_dict())
     else:
         console.accuracy(report)
+    if report_dir is not None:
+        page.write(report, report_dir, "held-out text" if text == calibration.HELDOUT else text)
+        console.note(f"written: {report_dir}/accuracy.json and accuracy.html")
     if report.failures:
         raise report.refusal(report_dir)
 

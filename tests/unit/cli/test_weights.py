@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import Run, fill_the_disk
 from tests.unit.cli.damages import DAMAGES, missing_tensor
+from trtpipe.engines.accuracy.job import Alone
 from trtpipe.engines.errors import HostError, StageFailed
-from trtpipe.pipeline.sources import hub
+from trtpipe.pipeline.accuracy import gate
+from trtpipe.pipeline.sources import calibration, hub
 
 
 @pytest.mark.parametrize(
@@ -234,6 +237,51 @@ def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
     assert len(long) > len(short) + 10
     assert run("convert", model, "out").status == 0
     assert "quantization: none" in run("inspect", "out").out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--save-scales", "folder"],
+            "folder is a folder; give the name of a file",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--save-scales", "file/scales"],
+            "file/scales cannot be written: file is not a folder; give another place for it",
+        ),
+        (
+            ["verify", "MODEL", "--report", "file"],
+            "file/accuracy.json cannot be written: file is not a folder; give another place for it",
+        ),
+        (["verify", "MODEL", "--report", "folder"], "folder/accuracy.html is a folder; give the name of a file"),
+    ],
+)
+def test_the_place_of_a_result_is_looked_at_before_the_work(
+    run: Run, model: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], line: str
+) -> None:
+    (in_folder / "folder" / "accuracy.html").mkdir(parents=True)
+    (in_folder / "file").touch()
+    monkeypatch.setattr(calibration, "samples", lambda *_: pytest.fail("the work has begun"))
+    assert run(*(word.replace("MODEL", str(model)) for word in words)).error() == line
+
+
+def test_verify_prints_what_it_cannot_write(
+    run: Run, model: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_alone(*_: object, **__: object) -> Alone:
+        (in_folder / "report").touch()  # meanwhile by someone else
+        return Alone(
+            rows=16, seq_len=128, device="cpu", vocab_size=300, quant_algo=None, kv_cache_quant_algo=None,
+            quantized_dtype="bfloat16", quantized_nll=math.log(27.4), saturation=(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(gate, "measure_alone", measure_alone)
+    done = run("verify", model, "--rows", "2", "--seq-len", "32", "--report", "report")
+    assert (done.status, done.error()) == (
+        4, "the accuracy report cannot be written to report: File exists; give another place for it",
+    )  # fmt: skip
+    assert "27.4" in done.out
 
 
 @pytest.mark.parametrize("fails", [True, False])
