@@ -62,16 +62,14 @@ class Search:
         """Judge a run by the outcome of its load point (`slo.Outcome.to_json`)."""
         if slo is None or slo["attainment"] is None or failed_early:
             return Trial(passed=False, excess=math.inf)
-        rows, passed, excess = slo["objectives"], True, 0.0
+        rows, passed, worst = slo["objectives"], slo["met"], 0.0
         if self.goal == "max-goodput":
             missed, spared = 1 - slo["attainment"], 1 - self.attainment
-            passed, excess = missed <= spared, missed / spared
-            # A request has no value of its own in these.
-            rows = [row for row in rows if row["statistic"] == VALUE]
+            rows = [row for row in rows if row["statistic"] == VALUE]  # a request has no value of its own in these
+            passed, worst = missed <= spared and all(row["met"] for row in rows), missed / spared
         for row in rows:
-            objective = Objective(row["metric"], row["statistic"], row["limit"])
-            passed, excess = passed and row["met"], max(excess, objective.excess(row["value"]))
-        return Trial(passed=passed, excess=excess, served=served)
+            worst = max(worst, Objective(row["metric"], row["statistic"], row["limit"]).excess(row["value"]))
+        return Trial(passed=passed, excess=worst, served=served)
 
 
 @dataclass(frozen=True, kw_only=True)

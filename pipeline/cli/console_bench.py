@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trtpipe.pipeline.bench.results.metric import rounded
+from trtpipe.pipeline.bench.results.metric import VALUE, rounded
 from trtpipe.pipeline.cli import console
 from trtpipe.pipeline.cli.console_text import bounded, one_line
 
@@ -149,11 +149,12 @@ def report(measured: BenchReport) -> None:
     if not results:
         return
     metrics = [metric for metric in tabled() if any(metric.name in result.metrics for result in results)]
-    # A search for goodput asks how many requests keep the objectives, not whether the load point as a whole does.
+    # A search for goodput asks how many requests keep the objectives; of the load point as a whole, whether it keeps
+    # those of metrics with one value.
     by_share = any(one.search.goal == "max-goodput" for one in measured.searches)
 
     def kept(slo: dict[str, Any] | None) -> str:
-        if by_share:
+        if by_share and (slo is None or all(row["met"] for row in slo["objectives"] if row["statistic"] == VALUE)):
             return "-" if slo is None or slo["attainment"] is None else f"{100 * slo['attainment']:.1f}%"
         return "met" if slo is not None and slo["met"] else "missed"
 

@@ -15,11 +15,13 @@ import typer
 from tests.support.bench_records import Row, made
 from tests.support.bench_reports import LATE, lines, load_point, saved
 from trtpipe.pipeline.bench.compare.comparison import compare
+from trtpipe.pipeline.bench.load.loads import Open
 from trtpipe.pipeline.bench.loop.driver import NOTHING, Client, Live
 from trtpipe.pipeline.bench.options import Progress
 from trtpipe.pipeline.bench.results.metric import rounded
-from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
+from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.results.verdict import examine
+from trtpipe.pipeline.bench.search import Found, Search
 from trtpipe.pipeline.cli import console_bench
 from trtpipe.pipeline.cli.app import app
 
@@ -159,6 +161,21 @@ def test_what_failed_is_coloured(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     told = capsys.readouterr().out
     assert "\x1b[31m   missed\x1b[0m" in told
     assert "\x1b[1;31m  INVALID\x1b[0m" in told
+
+
+def test_a_search_for_goodput_shows_shares_and_load_points_that_miss_an_objective_of_one_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    late = {"metric": "time_to_first_token", "statistic": "p99", "limit": 200.0, "value": 300.0, "met": False}
+    slow = {"metric": "output_token_throughput", "statistic": "value", "limit": 1000.0, "value": 9.0, "met": False}
+    fast = {**slow, "value": 1001.0, "met": True}
+    report = measured(
+        *(result(slo={"met": False, "attainment": 0.95, "objectives": [late, row]}) for row in (fast, slow))
+    )
+    search = Search(goal="max-goodput", load=Open(rate=1.0, duration_s=1.0))
+    report.searches.append(SearchResult(protocol="grpc", search=search, found=Found()))
+    console_bench.report(report)
+    assert re.search(r"^SLO +95\.0% +missed$", capsys.readouterr().out, re.MULTILINE)
 
 
 # A comparison
