@@ -148,9 +148,11 @@ def _docker() -> str:
 
 def _hub() -> str:
     """Whether the hub answers, and whether a model with a licence to accept is open to this user."""
+    from huggingface_hub.constants import ENV_VARS_TRUE_VALUES
+
     from trtpipe.pipeline.sources.hub import check_access
 
-    if os.environ.get("HF_HUB_OFFLINE"):
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ENV_VARS_TRUE_VALUES:
         raise HostError("not asked", why="HF_HUB_OFFLINE is set", remedy="what is in the local cache can be used")
     try:
         check_access(GATED, HUB_SECONDS)

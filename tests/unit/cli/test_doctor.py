@@ -170,6 +170,18 @@ def test_the_hub_is_asked_once_whether_it_gives_a_gated_model(
 
 
 @pytest.mark.loopback
+def test_an_offline_mode_that_is_set_to_0_is_off(store: Store, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As huggingface_hub reads it, which takes 1, on, yes and true, in capitals or not."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub.add(doctor.GATED, {"config.json": b"{}"})
+    assert findings(store)["hugging face"][0] == "ok"
+    assert len(hub.asked) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "true")
+    assert findings(store)["hugging face"][1].startswith("not asked: HF_HUB_OFFLINE is set")
+    assert len(hub.asked) == 1
+
+
+@pytest.mark.loopback
 def test_the_remedy_of_a_hub_that_fails_is_not_of_a_download(
     store: Store, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
