@@ -6,6 +6,7 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -56,7 +57,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._connections = connections
         self._ready, self._left = ready, left
-        self._linger_s = linger_s
+        self._linger_s, self._drain_s = linger_s, drain_s
         self._replaced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,6 +80,17 @@ class Server(uvicorn.Server):
         """Stop taking requests, since other workers take them; running answers have `drain_s` to end."""
         self.config.timeout_graceful_shutdown = drain_s
         self._replaced = self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._replaced:  # its running answers had more time until now
+            seconds = self._linger_s + self._drain_s
+            loop = asyncio.get_running_loop()
+            loop.call_soon_threadsafe(loop.call_later, seconds, self._end_answers)
+        super().handle_exit(sig, frame)
+
+    def _end_answers(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._replaced:

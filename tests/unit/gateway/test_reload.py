@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,8 +32,8 @@ LONG = "one two three four five six seven eight nine ten " * 6
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path, log: Path, **fields: Any) -> AsyncIterator[tuple[int, str]]:
-    async with mock_triton(saying(folder, LONG, pause=0.05)) as (address, _):
+async def started(folder: Path, log: Path, pause: float = 0.05, **fields: Any) -> AsyncIterator[tuple[int, str]]:
+    async with mock_triton(saying(folder, LONG, pause=pause)) as (address, _):
         pid, url = await asyncio.to_thread(process.start, options(folder, grpc_url=address, port=0, **fields), log)
         try:
             yield pid, url
@@ -122,6 +123,28 @@ def test_a_request_that_is_arriving_at_a_reload_is_answered(folder: Path, tmp_pa
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"connection: close\r\n" in answer
     assert b'"id":"llama"' in answer
+
+
+def test_answers_of_replaced_workers_that_a_stop_cuts_short_are_told_so(folder: Path, tmp_path: Path) -> None:
+    async def whole() -> list[tuple[int, str]]:
+        async with (
+            started(folder, tmp_path / "log", pause=60.0, drain_s=1) as (pid, url),
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+        ):
+            asked = [
+                asyncio.create_task(client.post(CHAT, json=chat(max_tokens=400, stream=stream)))
+                for stream in (False, True)
+            ]
+            await asyncio.sleep(0.5)
+            models = (ServedModel(name="new", tokenizer=folder),)
+            await asyncio.to_thread(process.reload, pid, models, tmp_path / "log")
+            await asyncio.to_thread(process.end, pid)
+            return [(one.status_code, one.text) for one in [await one for one in asked]]
+
+    (status, answer), (streamed, text) = run(whole(), 60)
+    assert (status, streamed) == (503, 200)
+    assert json.loads(answer)["error"]["code"] == "gateway_stopped"
+    assert text.endswith('"code": "gateway_stopped"}}\n\ndata: [DONE]\n\n')
 
 
 @with_openssl
