@@ -368,7 +368,7 @@ def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
     given["tasks"] = [str(file) for file in options.get("tasks") or ()] or None
     found = layers(**given)
     gpu = next((layer["gpu"] for _, layer in reversed(found) if "gpu" in layer), None)
-    return (resolve if offline else resolved)(found if gpu == "cpu" else [read_config().layer, *found])
+    return (resolve if offline else resolved)(found if str(gpu).lower() == "cpu" else [read_config().layer, *found])
 
 
 def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:

@@ -61,6 +61,9 @@ def test_options_and_recipes_outrank_it(run: Run, file: Path, in_folder: Path) -
     assert runtime("--recipe", "mine.yaml") == ["tensorrt_llm", "recipe mine.yaml"]
     # A runtime for GPUs is no hindrance on a CPU.
     assert runtime("--recipe", "smollm2-cpu") == ["reference", "default for the CPU"]
+    file.write_text('runtime = "tensorrt_llm"\n')
+    for cpu in ("cpu", "CPU"):
+        assert runtime("--model", "llama3-8b", "--gpu", cpu) == ["reference", "default for the CPU"]
 
 
 def test_a_price_and_a_registry_need_not_be_given(run: Run, file: Path, tmp_path: Path) -> None:
