@@ -6,21 +6,25 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError, UsageError
-from trtpipe.engines.json_input import load_json, read_json
+from trtpipe.engines.json_input import load_json, read_bounded, read_json
 from trtpipe.pipeline import stages
 from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record
-from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
+from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store, machine
 
 RUNS = Path("runs")
+# File in a run folder with an id of its own: another machine may have another folder at the same path.
+ID = ".id"
+MAX_ID_BYTES = 100
 # What a message about an unknown target says to do.
 SEE_TARGETS = "`trtpipe ls` lists the targets in ./runs"
 
@@ -40,17 +44,25 @@ class RunFolder:
         other settings are the target's no longer. Raises UsageError while `tune` measures the target."""
         self.require_untuned(store)
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.id is None:
+            write_whole(self.path / ID, uuid.uuid4().hex + "\n")
         write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
-        root = self._root(store)
-        root.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(root, json.dumps({"run": str(self.path.resolve())}))
+        self._register(store, self._entries(retired=True))
         wanted = stages.stages_of(spec)
         self._retire(lambda stage, record: stage not in wanted or bool(stage.other_settings(spec, record)))
         sync(self.path.parent)
 
     def started(self, store: Store) -> bool:
         """Whether `start` was called for this folder and store."""
-        return self._root(store).is_file()
+        return self.root(store).is_file() or self._early_root(store).is_file()
+
+    @property
+    def id(self) -> str | None:
+        """What `start` wrote to tell the folder from others; None where it cannot be read."""
+        try:
+            return read_bounded(self.path / ID, MAX_ID_BYTES).decode().strip()
+        except (OSError, ValueError):
+            return None
 
     @property
     def key(self) -> str:
@@ -67,8 +79,29 @@ class RunFolder:
         if store.held(self.tune_lock):
             raise UsageError(f"{self.path.name} is being tuned", remedy="wait until `trtpipe tune` has ended")
 
-    def _root(self, store: Store) -> Path:
+    def root(self, store: Store) -> Path:
+        """File in the store that says where this folder is, and what it refers to."""
+        if self.id is None:
+            return self._early_root(store)
+        digest = hashlib.sha256(os.fsencode(self.path.resolve()) + b"\0" + self.id.encode()).hexdigest()
+        return store.home / "roots" / f"{digest[:KEY_DIGITS]}.json"
+
+    def _early_root(self, store: Store) -> Path:
+        """The root that earlier versions wrote, with the folder's path alone."""
         return store.home / "roots" / f"{self.key}.json"
+
+    def _register(self, store: Store, entries: Mapping[str, tuple[Record, Origin | None]]) -> None:
+        """Write the root, with the artefacts of `entries` for machines that do not see the folder."""
+        root = self.root(store)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        folders = [store.of(origin).folder(record) for record, origin in entries.values()]
+        told = {
+            "run": str(self.path.resolve()),
+            "machine": machine(),
+            "id": self.id,
+            "artefacts": sorted(folder.relative_to(store.home).as_posix() for folder in folders),
+        }
+        write_whole(root, json.dumps(told))
 
     def spec(self) -> BuildSpec:
         """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this
@@ -124,6 +157,8 @@ class RunFolder:
         return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
 
     def update(self, stage: Stage, artefact: Artefact) -> None:
+        entries = {**self._entries(retired=True), stage.name: (artefact.manifest.record, artefact.origin)}
+        self._register(Store(artefact.home), entries)
         raw = self._raw()
         entry = dataclasses.asdict(artefact.manifest.record)
         if artefact.origin is not None:

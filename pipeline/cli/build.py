@@ -296,7 +296,8 @@ def gc(
 ) -> None:
     """Delete artefacts that no run refers to.
 
-    What interrupted runs left is deleted too.
+    What interrupted runs left is deleted too. Runs and servers of other machines that share the store count as they
+    were when they last wrote to it.
 
     \b
     Examples:
@@ -304,18 +305,23 @@ def gc(
       trtpipe gc
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.serving.references import references
+    from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
     store = own_store()
-    garbage = find_garbage(store, references(store))
+    garbage, others = find_garbage(store, references(store)), elsewhere(store)
     if garbage and not as_json:
         console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
         remove(garbage, store)
+        forget_deleted(store)
     if as_json:
-        console.result_json({"dry_run": dry_run, "garbage": garbage})
+        kept = [{"kept_for": one.name, "machine": one.machine, "file": one.file} for one in others]
+        console.result_json({"dry_run": dry_run, "garbage": garbage, "elsewhere": kept})
         return
+    if others:
+        console.table(("kept for", "on", "by"), [(one.name, one.machine, one.file) for one in others])
+        console.note("`trtpipe gc` there lets go of what was deleted there; remove the file of a machine that is gone")
     console.result(
         f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
     )

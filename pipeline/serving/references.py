@@ -1,18 +1,46 @@
 """References of run folders and running servers to artefacts of a store, which `trtpipe gc` keeps.
 
-Whatever cannot be read is an error, so that no artefact is dropped for lack of knowledge.
+Whatever cannot be read is an error, so that no artefact is dropped for lack of knowledge. Where machines share a store,
+the run folders and servers of the others refer to what they have written into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.json_input import load_json
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.serving.servers import read_server, running
-from trtpipe.pipeline.store.store import Store
+from trtpipe.pipeline.serving.servers import Server, read_server, running
+from trtpipe.pipeline.store.store import Store, machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A run folder or a server of another machine.
+
+    name       path of the run folder, or name of the server
+    file       its root, or its record, in the store
+    artefacts  folders of the store that it refers to, resolved
+    """
+
+    name: str
+    machine: str
+    file: Path
+    artefacts: frozenset[Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Root:
+    """What `RunFolder.start` wrote into the store; earlier versions wrote the path alone."""
+
+    file: Path
+    run: RunFolder
+    machine: str
+    id: str | None
+    artefacts: frozenset[Path]
 
 
 def references(store: Store) -> set[Path]:
@@ -20,24 +48,63 @@ def references(store: Store) -> set[Path]:
 
     Raises HostError where a run folder, a root or the record of a server cannot be read.
     """
-    kept = {folder.resolve() for run in _runs(store) for folder in _kept(run, store)}
-    _require_readable_servers(store)
+    kept = {folder.resolve() for root in _roots(store) if _here(root) for folder in _kept(root.run, store)}
+    kept |= {folder for other in elsewhere(store) for folder in other.artefacts}
     return kept | {served.repository.parent.resolve() for server in running(store) for served in server.served}
 
 
-def _runs(store: Store) -> Iterator[RunFolder]:
-    for root in sorted((store.home / "roots").glob("*.json")):
+def elsewhere(store: Store) -> list[Elsewhere]:
+    """Run folders and servers of other machines that share the store. Raises HostError as `references`."""
+    runs = [
+        Elsewhere(name=str(root.run.path), machine=root.machine, file=root.file, artefacts=root.artefacts)
+        for root in _roots(store) if root.machine != machine() and not _here(root)
+    ]  # fmt: skip
+    servers = [
+        Elsewhere(
+            name=server.name, machine=server.machine, file=path,
+            artefacts=frozenset(served.repository.parent.resolve() for served in server.served),
+        )
+        for path, server in _servers(store) if server.machine != machine() and server.died is None
+    ]  # fmt: skip
+    return runs + servers
+
+
+def forget_deleted(store: Store) -> None:
+    """Remove the roots of this machine's run folders that were deleted, so that other machines know of it too."""
+    for root in _roots(store):
+        if root.id is not None and root.machine == machine() and not _here(root):
+            root.file.unlink(missing_ok=True)
+
+
+def _roots(store: Store) -> Iterator[_Root]:
+    for file in sorted((store.home / "roots").glob("*.json")):
         try:
-            run = RunFolder(Path(load_json(root)["run"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _unreadable(root, error, "remove it if that run is gone: its next build writes it again") from None
-        try:
-            run.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as error:
-            raise _unreadable(run.path, error, f"make it readable, or remove {root} if that run is gone") from None
-        yield run
+            raw = load_json(file)
+            yield _Root(
+                file=file,
+                run=RunFolder(Path(raw["run"])),
+                machine=str(raw.get("machine", machine())),
+                id=raw.get("id"),
+                artefacts=frozenset((store.home / folder).resolve() for folder in raw.get("artefacts", ())),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(file, error, "remove it if that run is gone: its next build writes it again") from None
+
+
+def _here(root: _Root) -> bool:
+    """Whether its run folder is there, on this machine or on a disk that it shares. Raises HostError where that of this
+    machine cannot be read."""
+    mine = root.machine == machine()
+    try:
+        root.run.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        if not mine:
+            return False
+        remedy = f"make it readable, or remove {root.file} if that run is gone"
+        raise _unreadable(root.run.path, error, remedy) from None
+    return mine or root.run.id == root.id
 
 
 def _kept(run: RunFolder, store: Store) -> list[Path]:
@@ -47,10 +114,10 @@ def _kept(run: RunFolder, store: Store) -> list[Path]:
         raise _unreadable(run.path / "run.json", error, "build that target again, or remove its run folder") from None
 
 
-def _require_readable_servers(store: Store) -> None:
+def _servers(store: Store) -> Iterator[tuple[Path, Server]]:
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
-            read_server(path)
+            yield path, read_server(path)
         except (OSError, ValueError, InputDataError) as error:
             raise _unreadable(path, error, "remove it if that server is gone") from None
 

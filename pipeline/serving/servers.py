@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
@@ -17,7 +17,7 @@ from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.serving import server_log, tritonserver
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
-from trtpipe.pipeline.store.store import Store
+from trtpipe.pipeline.store.store import Store, machine
 from trtpipe.triton_repo.layout import model_names, tokenizer_folder
 
 # Largest process id that Linux can be configured to use.
@@ -81,6 +81,7 @@ class Server:
     died   why it ended by itself; None while it runs
     native program of the runtime's own server, by which its process is known; "" for a tritonserver. It has one
            address, which is that of its HTTP API, of its OpenAI API and of its metrics
+    machine  where it runs; this one in records of earlier versions
     """
 
     name: str
@@ -94,6 +95,7 @@ class Server:
     keyed: bool = False
     died: str | None = None
     native: str = ""
+    machine: str = field(default_factory=machine)
 
     @property
     def program(self) -> str:
@@ -133,13 +135,13 @@ def state(server: Server) -> str:
 
 
 def running(store: Store) -> list[Server]:
-    """Servers started from this store that run or are being started again."""
+    """Servers started on this machine from this store that run or are being started again."""
     return [server for server in recorded(store) if server.died is None]
 
 
 def recorded(store: Store) -> list[Server]:
-    """Servers started from this store that run, and those that ended by themselves, until the same is served again or
-    `stop` names it. Damaged records are dropped."""
+    """Servers started on this machine from this store that run, and those that ended by themselves, until the same is
+    served again or `stop` names it. Damaged records are dropped."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
@@ -148,6 +150,8 @@ def recorded(store: Store) -> list[Server]:
             if os.access(path, os.R_OK):  # else it is another user's
                 with contextlib.suppress(OSError):
                     path.unlink()
+            continue
+        if server.machine != machine():  # its process ids are of that machine
             continue
         if server.died is None and not server.alive and not watched(server):
             if server.gateway_pid is not None:
@@ -185,6 +189,7 @@ def read_server(path: Path) -> Server:
     texts = (
         server.name,
         server.native,
+        server.machine,
         points.host,
         "" if server.gateway_url is None else server.gateway_url,
         *(t for s in served for t in (s.name, s.prefix, s.tool_format or "")),

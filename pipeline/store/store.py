@@ -7,7 +7,7 @@ leaves either the whole artefact or nothing that is taken for one.
       imported/<stage>/<key>.<origin>/...      the same, made elsewhere; origin: digest of source and content
       <either>/<stage>/.<name>.<random>        being made, or left by a killed run
       damaged/                                 entries that failed their check, kept for inspection
-      incoming/<stage>-<key>/<sha256>          the part of a file that a pull has received
+      incoming/<stage>-<key>/<sha256>          a file that a pull has received, or the part of one
       uploads/                                 the registry's address for the rest of a file
       cluster/                                 a file of each build on a cluster, which shows who shares this home
       locks/ logs/ roots/ digests.json
@@ -16,6 +16,7 @@ leaves either the whole artefact or nothing that is taken for one.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import tempfile
 import time
@@ -50,6 +51,11 @@ class Artefact:
     @property
     def origin(self) -> Origin | None:
         return self.manifest.origin
+
+    @property
+    def home(self) -> Path:
+        """Home of the store that holds it."""
+        return self.path.parents[3]
 
 
 class Store:
@@ -270,6 +276,11 @@ class Store:
         for part in ("artefacts", "imported"):
             for stage in sorted((self.home / part).glob("*")):
                 yield from sorted(p for p in stage.iterdir() if p.is_dir())
+
+
+def machine() -> str:
+    """Name of this machine, by which those that share a store tell their run folders and servers apart."""
+    return os.uname().nodename
 
 
 def host() -> dict[str, str]:

@@ -223,7 +223,7 @@ def test_until_stops_after_that_stage(model: Path, store: Store) -> None:
     assert build(plan(model), store, until="convert") == {"download": made, "tokenizer": made, "convert": made}
     run = RunFolder.of("tiny.cpu.fp32")
     assert sorted(path.name for path in run.path.iterdir()) == [
-        "checkpoint", "model", "plan.json", "run.json", "tokenizer",
+        ".id", "checkpoint", "model", "plan.json", "run.json", "tokenizer",
     ]  # fmt: skip
     assert build(plan(model), store) == {
         "download": REUSED, "tokenizer": REUSED, "convert": REUSED, "build": made, "package": made,

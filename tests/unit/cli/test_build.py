@@ -117,6 +117,28 @@ def test_gc_says_what_would_go_and_then_drops_it(build: Run, run: Run, model: Pa
     assert run("gc", "--dry-run").out.splitlines()[-1] == "would drop 0, 0 B"
 
 
+def test_gc_names_what_it_keeps_for_other_machines(
+    build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(model)
+    (root,) = (store.home / "roots").iterdir()
+    root.write_text(json.dumps({**json.loads(root.read_text()), "machine": "gpu-7"}))
+    shutil.rmtree("runs")
+    done = run("gc")
+    folder = Path("runs/tiny.cpu.fp32").absolute()
+    assert rows(done.out) == [
+        ["kept for", "on", "by"], [str(folder), "gpu-7", str(root)], ["dropped 0, 0 B"]
+    ]  # fmt: skip
+    assert "`trtpipe gc` there lets go of what was deleted there" in done.err
+    assert json.loads(run("gc", "--json").out) == {
+        "dry_run": False, "garbage": [],
+        "elsewhere": [{"kept_for": str(folder), "machine": "gpu-7", "file": str(root)}],
+    }  # fmt: skip
+    monkeypatch.setattr("trtpipe.pipeline.serving.references.machine", lambda: "gpu-7")
+    assert run("gc").out.splitlines()[-1].startswith("dropped 5, ")
+    assert not root.exists()
+
+
 def test_a_relative_home_serves_as_well(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTPIPE_HOME", "home-of-mine")
     assert build(model).status == 0

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.factories import hf_folder
+from tests.unit.cli.conftest import remember
 from tests.unit.test_runner import NAMES, build, plan
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.serving.ports import Endpoints
-from trtpipe.pipeline.serving.references import references
-from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
+from trtpipe.pipeline.serving.servers import MAX_PID, Served, Server, recorded
 from trtpipe.pipeline.store import gc
 from trtpipe.pipeline.store.store import Store
 
@@ -126,7 +127,7 @@ def the_record_of_a_run(store: Store) -> Path:
 
 
 def the_record_of_a_server(store: Store) -> Path:
-    (store.home / "servers").mkdir()
+    (store.home / "servers").mkdir(exist_ok=True)
     return store.home / "servers" / "x.json"
 
 
@@ -182,3 +183,85 @@ def test_roots_of_other_folders_count(
     assert found(store) == []
     roots = [json.loads(path.read_text())["run"] for path in (store.home / "roots").iterdir()]
     assert roots == [str(tmp_path / "work" / "runs" / "tiny.cpu.fp32")]
+
+
+@pytest.fixture
+def on_another_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From then on this is another machine, which has the store and no run folder."""
+
+    def move() -> None:
+        for module in ("run_folder", "serving.references", "serving.servers"):
+            monkeypatch.setattr(f"trtpipe.pipeline.{module}.machine", lambda: "b")
+        Path("runs").rename("runs of a")
+
+    return move
+
+
+def test_what_a_run_of_another_machine_refers_to_stays(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model, "build.max_batch_size=8"), store)
+    build(plan(model), store)
+    on_another_machine()
+    assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
+    (other,) = elsewhere(store)
+    assert (other.name, other.machine) == (str(Path("runs/tiny.cpu.fp32").absolute()), os.uname().nodename)
+    assert (other.file, len(other.artefacts)) == (a_root(store), 5)
+    forget_deleted(store)
+    assert elsewhere(store) == [other]
+    # A folder of its own at the same path.
+    build(plan(model, dtype="fp16"), store)
+    Path("runs/tiny.cpu.fp16").rename("runs/tiny.cpu.fp32")
+    assert [stage for stage, _ in found(store)] == ["build", "build", "convert", "package", "package"]
+    assert elsewhere(store) == [other]
+
+
+def test_a_run_folder_that_two_machines_see_counts_as_it_is(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model), store)
+    on_another_machine()
+    Path("runs of a").rename("runs")
+    assert (found(store), elsewhere(store)) == ([], [])
+    build(plan(model, "build.max_batch_size=8"), store)
+    assert [stage for stage, _ in found(store)] == ["build", "package"]
+    assert json.loads(a_root(store).read_text())["machine"] == "b"
+
+
+def test_where_a_run_was_deleted_its_root_goes(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    forget_deleted(store)
+    assert a_root(store).is_file()
+    shutil.rmtree("runs")
+    forget_deleted(store)
+    assert list((store.home / "roots").iterdir()) == []
+
+
+def test_a_root_of_an_earlier_version_is_of_this_machine(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    run = RunFolder.of("tiny.cpu.fp32")
+    a_root(store).rename(store.home / "roots" / f"{run.key}.json")
+    a_root(store).write_text(json.dumps({"run": str(run.path.absolute())}))
+    (run.path / ".id").unlink()
+    assert (found(store), elsewhere(store)) == ([], [])
+    assert run.started(store)
+    shutil.rmtree("runs")
+    assert len(found(store)) == 5
+    forget_deleted(store)
+    assert a_root(store).is_file(), "it may be of another machine"
+
+
+def test_a_server_of_another_machine_is_left_alone(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model), store)
+    repository = RunFolder.of("tiny.cpu.fp32").linked("repository")
+    remember(store, "x", pid=MAX_PID - 1, repository=repository)
+    record = the_record_of_a_server(store)
+    before = record.read_bytes()
+    on_another_machine()
+    a_root(store).unlink()
+    assert (recorded(store), record.read_bytes()) == ([], before)
+    assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
+    (other,) = elsewhere(store)
+    assert (other.name, other.machine, other.file) == ("x", os.uname().nodename, record)
