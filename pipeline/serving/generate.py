@@ -13,17 +13,20 @@ from typing import Any
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway import failure
+from trtpipe.pipeline.gateway.stops import Stops
 from trtpipe.pipeline.serving.openai_client import SILENCE_SECONDS, events, refused
 
 # Time limit for a server to end a stream after its last response.
 LEAVE_SECONDS = 10.0
+# The same after a stop text, which the engine sees too where it has the tokens of the text alone.
+STOP_SECONDS = 0.25
 # Responses that may wait to be shown; the server waits while there are more.
 WAITING = 64
 # Bytes counted for a response in addition to its text: a server could send empty ones without end.
 RESPONSE_BYTES = 64
 
 
-# Inputs of the ensemble, which the gateway's options are named as well.
+# Options of a request, as the gateway names them, and the types of their inputs.
 _TYPES = {
     "max_tokens": "INT32",
     "temperature": "FP32",
@@ -61,7 +64,8 @@ def stream(
     grpc_url: str, prompt: str, sampling: SamplingParams, *,
     model: str, max_tokens: int, stop_words: Sequence[str] = (),
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
+    """Yield the text of the answer as it arrives, up to the first of `stop_words`. Closing the iterator ends the
+    stream.
 
     Raises HostError when the server cannot be reached or goes away; with its message UsageError when it refuses the
     request, StageFailed when it fails.
@@ -74,6 +78,8 @@ def stream(
     room = limit = answer_limit(len(prompt.encode("utf-8", "replace")), max_tokens)
     arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue(WAITING)
     left = threading.Event()
+    words = tuple(word for word in stop_words if word)
+    stops = Stops(words)
 
     def arrive(result: Any, error: InferenceServerException | None) -> None:
         while not left.is_set():
@@ -84,14 +90,15 @@ def stream(
                 continue
 
     client = InferenceServerClient(grpc_url, channel_args=[("grpc.max_receive_message_length", min(limit, 2**31 - 1))])
-    whole = False
+    whole = found = False
     try:
+        config = _config(client, grpc_url, model)
         client.start_stream(callback=arrive)
         # It raises where the stream has ended already, and the reason arrives.
         with contextlib.suppress(InferenceServerException):
             client.async_stream_infer(
                 model,
-                _inputs(prompt, sampling, max_tokens, stop_words),
+                _inputs(config, prompt, sampling, max_tokens, words),
                 # By this id the ensemble's postprocessing continues the text of this very stream.
                 request_id=uuid.uuid4().hex,
                 enable_empty_final_response=True,
@@ -103,24 +110,28 @@ def stream(
                 raise StageFailed(f"the server at {grpc_url} has been silent for {SILENCE_SECONDS:.0f} s") from None
             if error is not None:
                 raise _explain(grpc_url, error)
-            text = _text(grpc_url, result)
-            room -= RESPONSE_BYTES + len(text)
+            piece = _text(grpc_url, result)
+            room -= RESPONSE_BYTES + len(piece)
             if room < 0:
                 asked = f"{max_tokens:,} tokens were asked for"
                 raise StageFailed(f"the server at {grpc_url} sent more than {limit:,} bytes", why=asked)
+            whole = result.get_response().parameters["triton_final_response"].bool_param
+            text, found = stops.push(piece)
+            if whole and not found:
+                text += stops.flush()
             if text:
                 yield text
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                whole = True
+            if whole or found:
                 return
     finally:
         left.set()
         # In Triton 2.51 a call that is cancelled as it ends can stay for ever, with its model: the server then takes
         # all its exit timeout to stop. A call that does not end by itself is cancelled all the same.
-        late = threading.Timer(LEAVE_SECONDS, client.stop_stream, kwargs={"cancel_requests": True})
+        seconds = STOP_SECONDS if found and not whole else LEAVE_SECONDS
+        late = threading.Timer(seconds, client.stop_stream, kwargs={"cancel_requests": True})
         late.daemon = True
         late.start()
-        client.stop_stream(cancel_requests=not whole)
+        client.stop_stream(cancel_requests=not (whole or found))
         late.cancel()
         client.close()
 
@@ -147,23 +158,45 @@ def _text(grpc_url: str, result: Any) -> str:
         raise StageFailed(f"an answer of the server at {grpc_url} cannot be read", why=str(error)) from None
 
 
-def _inputs(prompt: str, sampling: SamplingParams, max_tokens: int, stop_words: Sequence[str]) -> list[Any]:
+def _config(client: Any, grpc_url: str, model: str) -> Any:
+    """The server's configuration of a model. Raises as `stream`."""
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        return client.get_model_config(model, client_timeout=SILENCE_SECONDS).config
+    except InferenceServerException as error:
+        raise _explain(grpc_url, error) from None
+
+
+def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int, words: Sequence[str]) -> list[Any]:
+    """Inputs of a request to the model of this configuration: an ensemble, or the LLM API's, which has no batches.
+
+    The answer is streamed where the model can.
+    """
     import numpy as np
     from tritonclient.grpc import InferInput
     from tritonclient.utils import triton_to_np_dtype
 
-    def tensor(name: str, kind: str, values: list[Any]) -> Any:
-        item = InferInput(name, [1, len(values)], kind)
+    from trtpipe.pipeline.bench.protocols.endpoint import LLMAPI, TEXT
+
+    def tensor(name: str, kind: str, *values: Any) -> Any:
+        shape = [1, len(values)] if config.max_batch_size else [len(values)]
+        item = InferInput(name, shape, kind)
         dtype = np.object_ if kind == "BYTES" else triton_to_np_dtype(kind)
-        item.set_data_from_numpy(np.array([values], dtype=dtype))
+        item.set_data_from_numpy(np.array(values, dtype=dtype).reshape(shape))
         return item
 
-    inputs = [tensor("text_input", "BYTES", [prompt.encode("utf-8")]), tensor("stream", "BOOL", [True])]
+    family = LLMAPI if {one.name for one in config.input} >= set(LLMAPI.inputs) else TEXT
+    text, length, streamed = family.inputs
+    inputs = [
+        tensor(text, "BYTES", prompt.encode("utf-8")),
+        tensor(streamed, "BOOL", config.model_transaction_policy.decoupled),
+    ]
     for name, value in _values(sampling, max_tokens).items():
         if value is not None:
-            inputs.append(tensor(name, _TYPES[name], [value]))
-    if stop_words:
-        inputs.append(tensor("stop_words", "BYTES", [word.encode("utf-8") for word in stop_words]))
+            inputs.append(tensor(length if name == "max_tokens" else family.sampling[name][0], _TYPES[name], value))
+    if words:
+        inputs.append(tensor(family.sampling["stop"][0], "BYTES", *(word.encode("utf-8") for word in words)))
     return inputs
 
 

@@ -26,10 +26,12 @@ from tests.support.adapters import write_adapter
 from tests.support.doubles import install_llm_api
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder
+from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
+from trtpipe.pipeline.serving.generate import stream
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.store.store import Store
 
@@ -45,7 +47,9 @@ class Front:
 
     openai: str
     http: str
+    grpc: str
     metrics: str
+    repository: Path
 
     def ask(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.openai}/v1/{path}", json={"model": "tiny", **body}, timeout=120)
@@ -107,7 +111,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         with subprocess.Popen([TRTPIPE, *words], stdout=subprocess.PIPE, text=True, cwd=work) as gateway:
             assert gateway.stdout is not None
             url = gateway.stdout.readline().removeprefix("gateway at ").partition("/v1;")[0]
-            yield Front(url, endpoints.http_url, endpoints.metrics_url)
+            yield Front(url, endpoints.http_url, endpoints.grpc_url, endpoints.metrics_url, repository)
             gateway.send_signal(signal.SIGINT)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -222,6 +226,16 @@ def test_a_full_queue_is_told_at_once(front: Front) -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
             open_streams.close()
             assert [one.result().status_code for one in waiting] == [200, 200]
+
+
+def test_generate_sends_and_gets_text(front: Front) -> None:
+    def generate(sampling: SamplingParams, *stop: str) -> str:
+        model = Served(name="tiny", repository=front.repository).front
+        return "".join(stream(front.grpc, "abcdefgh", sampling, model=model, max_tokens=50, stop_words=stop))
+
+    assert generate(SamplingParams()) == "abcdefgh"
+    sampled = SamplingParams(temperature=0.5, top_k=4, top_p=0.9, repetition_penalty=1.1, seed=7)
+    assert generate(sampled, "zz", "de") == "abc"
 
 
 def test_nvidia_s_clients_send_and_get_text(front: Front) -> None:

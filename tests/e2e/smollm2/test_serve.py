@@ -236,6 +236,9 @@ def test_generate_streams_an_answer_through_the_chat_template(served: Served) ->
     assert chat.out == "The capital of France is Paris.\n"
     raw = served.cli.ok("generate", "The capital of France is", "--raw", "--max-tokens", "3", "--server", served.name)
     assert raw.out.startswith(" Paris")
+    # "Paris" is no token of the answer: the engine does not see it.
+    stopped = served.cli.ok("generate", "The capital of France is", "--raw", "--stop", "Paris", "--server", served.name)
+    assert stopped.out == " \n"
 
 
 def test_chat_answers_each_line_of_its_input(served: Served) -> None:

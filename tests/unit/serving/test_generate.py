@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import model_config_pb2
+from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor, triton_to_np_dtype
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.serving.generate import _explain, stream
+from trtpipe.triton_repo.llmapi import INPUTS
+
+
+def config(*inputs: str, max_batch_size: int = 4, decoupled: bool = True) -> Any:
+    """The configuration of a model; that of the ensemble, if no inputs are given."""
+    out = model_config_pb2.ModelConfig(max_batch_size=max_batch_size)
+    out.model_transaction_policy.decoupled = decoupled
+    for name in inputs or ("text_input", "max_tokens", "stream", "temperature", "stop_words"):
+        out.input.add(name=name)
+    return out
 
 
 class Client:
-    """Answers "one", " two", and an empty last response; keeps how its stream was ended."""
+    """Answers "one", " two", and an empty last response; keeps what it was sent and how its stream was ended."""
 
     ended: list[bool]
+    sent: dict[str, tuple[str, list[int], list[Any]]]  # type, shape, values
+    config = config()
 
     def __init__(self, url: str, *, channel_args: list[tuple[str, int]]) -> None:
         Client.ended = []
+
+    def get_model_config(self, model: str, *, client_timeout: float) -> Any:
+        return SimpleNamespace(config=self.config)
 
     def start_stream(self, callback: Any) -> None:
         self._callback = callback
 
     def async_stream_infer(self, model: str, inputs: list[Any], **options: Any) -> None:
+        Client.sent = {one.name(): (one.datatype(), one.shape(), values(one)) for one in inputs}
         for text, final in ((b"one", False), (b" two", False), (None, True)):
             array = None if text is None else np.array([text], dtype=object)
             parameters = {"triton_final_response": SimpleNamespace(bool_param=final)}
@@ -39,6 +57,13 @@ class Client:
 
     def close(self) -> None:
         pass
+
+
+def values(sent: Any) -> list[Any]:
+    data = sent._get_content()
+    if sent.datatype() == "BYTES":
+        return list(deserialize_bytes_tensor(data))
+    return list(np.frombuffer(data, triton_to_np_dtype(sent.datatype())))
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +95,68 @@ def test_a_stream_that_is_left_is_cancelled() -> None:
     assert next(pieces) == "one"
     pieces.close()  # type: ignore[attr-defined]  # it is a generator
     assert Client.ended == [True]
+
+
+def test_an_ensemble_gets_a_batch_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(temperature=0.5)
+    list(stream("host:1", "Hello", sampling, model="ensemble", max_tokens=8, stop_words=["x", "", "yz"]))
+    assert Client.sent == {
+        "text_input": ("BYTES", [1, 1], [b"Hello"]),
+        "stream": ("BOOL", [1, 1], [True]),
+        "max_tokens": ("INT32", [1, 1], [8]),
+        "temperature": ("FP32", [1, 1], [0.5]),
+        "stop_words": ("BYTES", [1, 2], [b"x", b"yz"]),
+    }
+    # One that answers in a single response is not asked for several.
+    monkeypatch.setattr(Client, "config", config(decoupled=False))
+    list(stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8))
+    assert Client.sent["stream"] == ("BOOL", [1, 1], [False])
+
+
+def test_a_model_of_the_llm_api_gets_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [tensor.name for tensor in INPUTS]
+    monkeypatch.setattr(Client, "config", config(*names, max_batch_size=0))
+    sampling = SamplingParams(temperature=0.5, top_k=4, top_p=0.75, repetition_penalty=1.5, seed=7)
+    list(stream("host:1", "Hello", sampling, model="tensorrt_llm", max_tokens=8, stop_words=["x", "yz"]))
+    assert Client.sent == {
+        "text_input": ("BYTES", [1], [b"Hello"]),
+        "streaming": ("BOOL", [1], [True]),
+        "sampling_param_max_tokens": ("INT32", [1], [8]),
+        "sampling_param_temperature": ("FP32", [1], [0.5]),
+        "sampling_param_top_k": ("INT32", [1], [4]),
+        "sampling_param_top_p": ("FP32", [1], [0.75]),
+        "sampling_param_repetition_penalty": ("FP32", [1], [1.5]),
+        "sampling_param_seed": ("UINT64", [1], [7]),
+        "sampling_param_stop": ("BYTES", [2], [b"x", b"yz"]),
+    }
+    assert set(Client.sent) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "cancelled"),
+    [
+        (["e tw"], ["on"], True),  # of tokens that the engine does not make
+        (["wo"], ["one", " t"], True),
+        (["two!"], ["one", " ", "two"], False),  # only its beginning comes
+    ],
+)
+def test_an_answer_ends_before_a_stop_text_wherever_its_tokens_end(
+    monkeypatch: pytest.MonkeyPatch, stop: list[str], pieces: list[str], cancelled: bool
+) -> None:
+    """And is cancelled if the engine goes on."""
+    goes_on = threading.Event()
+
+    def stop_stream(self: Client, *, cancel_requests: bool) -> None:
+        self.ended.append(cancel_requests)
+        if cancel_requests:
+            goes_on.set()
+        elif cancelled:
+            assert goes_on.wait(20)
+
+    monkeypatch.setattr(Client, "stop_stream", stop_stream)
+    asked = stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8, stop_words=stop)
+    assert list(asked) == pieces
+    assert Client.ended == ([False, True] if cancelled else [False])
 
 
 def test_a_stream_that_ended_before_the_request_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
