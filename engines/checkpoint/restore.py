@@ -7,7 +7,7 @@ HF tensor it holds. Files are mapped into memory, and compared or copied in bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ import numpy as np
 
 from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
 from trtpipe.engines.checkpoint.config import CheckpointError, read_config
+from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
+from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import reserve, write_json
 from trtpipe.engines.hf.folder import SINGLE_NAME, LocatedTensor, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
-from trtpipe.engines.model_config import CheckpointConfig
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 
 BLOCK_BYTES = 8 << 20
 # Fields of config.json that must be equal in both folders.
@@ -57,12 +59,44 @@ def differences(
     folder that cannot be read.
     """
     config, model = _read_plain(checkpoint), read_model_config(source)
+    out, located = _config_differences(config, model), locate_tensors(source)
+    try:
+        check_source(source, model, located)
+    except InputDataError as error:
+        out.append(str(error))
+    # The head of a tied model is the embedding, whether or not the checkpoint says that they are tied.
+    config = replace(config, tie_word_embeddings=model.tie_word_embeddings)
+    return out + _tensor_differences(checkpoint, config, located, progress)
+
+
+def _config_differences(config: CheckpointConfig, model: ModelConfig) -> list[str]:
     out = [
         f"config.json: {name} is {getattr(config, name)!r}, the source has {getattr(model, name)!r}"
         for name in COMPARED_FIELDS
         if getattr(config, name) != getattr(model, name)
     ]
-    located = locate_tensors(source)
+    if config.tie_word_embeddings and not model.tie_word_embeddings:
+        out.append("config.json: tie_word_embeddings is True, the source has False")
+    for layer in range(min(config.num_hidden_layers, model.num_hidden_layers)):
+        ours, theirs = (_narrow(window, model) for window in (config.window(layer), model.window(layer)))
+        if ours != theirs:
+            # The other layers repeat it.
+            return [*out, f"config.json: the attention window of layer {layer} is {ours}, the source has {theirs}"]
+    return out
+
+
+def _narrow(window: int | None, model: ModelConfig) -> int | None:
+    """An attention window that some sequence exceeds; None for any other."""
+    return None if window is None or window >= model.longest_sequence else window
+
+
+def _tensor_differences(
+    checkpoint: Path,
+    config: CheckpointConfig,
+    located: dict[str, LocatedTensor],
+    progress: Callable[[int, int], None],
+) -> list[str]:
+    out = []
     # Casters allocate scratch arrays, so one caster per type is used for all tensors.
     casters: dict[tuple[str, str], Caster] = {}
     pieces = list(_pieces(checkpoint, config))
@@ -119,13 +153,15 @@ def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = 
 
     `progress` is called with (bytes done, bytes in all), twice over: the values are written, then compared.
     Tensors have the checkpoint's type, those of a wider type (routers) only where that loses nothing; a checkpoint has
-    no tokenizer. Raises CheckpointError when ranks that hold
-    the same values disagree, or padding is not zero.
+    no tokenizer. Raises CheckpointError when ranks that hold the same values disagree, padding is not zero, or
+    config.json has a setting that the folder has no place for.
     """
     config = _read_plain(checkpoint)
     # All planned tensors are checked against the files before a file of the size that config.json states is created.
     pieces = list(_pieces(checkpoint, config))
     write_json(out / "config.json", family_of(config).hf_config(config))
+    if lost := _config_differences(config, read_model_config(out)):
+        raise CheckpointError(f"no Hugging Face folder equals {checkpoint}", why=lost[0])
     shapes, dtypes = source_shapes(config), _restored_types(pieces, SAFETENSORS_DTYPE[config.dtype])
     wider_first = sorted(shapes, key=lambda name: -ITEMSIZE[dtypes[name]])
     header, offsets = header_bytes((name, dtypes[name], shapes[name]) for name in wider_first)
@@ -144,7 +180,7 @@ def restore(checkpoint: Path, out: Path, progress: Callable[[int, int], None] = 
         matrix[slice(*held.piece.rows), _columns(held.piece)] = _cast(held, dtypes[name])
     # Several ranks store norms, biases and replicated heads, and a tied head is a copy of the embedding: where two
     # copies disagree, one of them now differs from what was written.
-    faults = differences(checkpoint, out, progress)
+    faults = _tensor_differences(checkpoint, config, locate_tensors(out), progress)
     if faults:
         raise CheckpointError(f"the ranks of {checkpoint} disagree", why=faults[0])
 

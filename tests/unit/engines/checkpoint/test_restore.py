@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.factories import MIXTRAL, hf_folder, read_tensors
+from tests.support.factories import MIXTRAL, hf_folder, read_tensors, write_safetensors
 from tests.support.strategies import models
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError
@@ -42,6 +42,12 @@ def change(path: Path, tensor: str, element: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
+
+
+def set_config(folder: Path, **values: Any) -> None:
+    """Give the config.json of a folder other values."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **values}))
 
 
 @given(case=models(), tied=st.booleans(), embedding=st.sampled_from(EmbeddingSharding))
@@ -121,9 +127,67 @@ def test_a_lost_rotary_setting_is_found(tmp_path: Path) -> None:
     """What upstream's converter does to a config it does not understand."""
     source = hf_folder(tmp_path / "hf", rope_theta=500000.0)
     made = checkpoint(source, tmp_path / "out")
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps({**config, "rotary_base": 10000.0}))
+    set_config(made, rotary_base=10000.0)
     assert differences(made, source) == ["config.json: rotary_base is 10000.0, the source has 500000.0"]
+
+
+def test_biases_that_a_checkpoint_has_no_place_for_are_found(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    made = checkpoint(source, tmp_path / "out")
+    set_config(source, mlp_bias=True)
+    assert differences(made, source) == [
+        f"{source} has biases in its feed-forward layers (mlp_bias): a LlamaForCausalLM of TensorRT-LLM has none, and "
+        "its converter drops them silently"
+    ]
+    set_config(source, mlp_bias=False)
+    tensors = read_tensors(source / "model.safetensors")
+    bias = {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.uint16)}
+    write_safetensors(source / "model.safetensors", tensors | bias, "BF16")
+    assert differences(made, source) == [
+        f"tensor 'model.layers.1.self_attn.q_proj.bias' in {source / 'model.safetensors'} has no place in a "
+        "LlamaForCausalLM: converting without it would change the model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "found"),
+    [
+        ([16], []),
+        (None, ["config.json: the attention window of layer 0 is None, the source has 16"]),
+        ([5], ["config.json: the attention window of layer 0 is 5, the source has 16"]),
+        ([16, 300], ["config.json: the attention window of layer 1 is None, the source has 16"]),
+    ],
+)
+def test_another_attention_window_is_found(tmp_path: Path, windows: list[int] | None, found: list[str]) -> None:
+    family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    source = hf_folder(tmp_path / "hf", sliding_window=16, **family)
+    made = checkpoint(source, tmp_path / "out")
+    set_config(made, runtime_defaults=windows and {"max_attention_window": windows})
+    assert differences(made, source) == found
+
+
+def test_a_window_that_no_sequence_fills_is_none(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    made = checkpoint(source, tmp_path / "out")
+    set_config(made, runtime_defaults={"max_attention_window": [256]})
+    assert differences(made, source) == []
+    (tmp_path / "back").mkdir()
+    set_config(made, runtime_defaults={"max_attention_window": [5]})
+    with pytest.raises(CheckpointError, match=r"^no Hugging Face folder equals .*/out: .* layer 0 is 5, the source"):
+        restore(made, tmp_path / "back")
+
+
+def test_a_head_is_compared_with_what_the_source_computes_with(tmp_path: Path) -> None:
+    tied, untied = hf_folder(tmp_path / "tied", tie_word_embeddings=True), hf_folder(tmp_path / "hf", seed=1)
+    made = checkpoint(tied, tmp_path / "out")
+    # As converters write it that do not know the setting.
+    set_config(made, tie_word_embeddings=False)
+    assert differences(made, tied) == []
+    head = "tensor 'lm_head.weight' in rank0.safetensors: differs from 'lm_head.weight' of the source"
+    assert head in differences(made, untied)
+    made = checkpoint(untied, tmp_path / "out-untied")
+    set_config(made, tie_word_embeddings=True)
+    assert differences(made, untied) == ["config.json: tie_word_embeddings is True, the source has False"]
 
 
 def test_swapped_gate_and_up_are_found(tmp_path: Path) -> None:
