@@ -391,7 +391,10 @@ def smoke(server: Server, served: Served) -> None:
 
 def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Server]:
     """End the server of that name, the only one, or all. Returns those that were ended, and those that had died, whose
-    record goes too. Raises UsageError for an unknown name, and where no name leaves a choice."""
+    record goes too. Raises UsageError for an unknown name, a name beside `everything`, and where no name leaves a
+    choice."""
+    if name is not None and everything:
+        raise UsageError(f"--all ends every server, and {name} is one", remedy="leave out the name, or --all")
     servers = recorded(store) if name is not None or everything else running(store)
     if name is not None:
         servers = [server for server in servers if server.name == name]
@@ -401,11 +404,11 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
         names = ", ".join(server.name for server in servers)
         raise UsageError("several servers are running", remedy=f"name one, or pass --all: {names}")
     for server in servers:
+        if server.died is None:
+            end_watcher(server)  # which goes on to end the server where this command is interrupted
         try:
-            if server.died is None:
-                end_watcher(server)
-                if server.alive:
-                    end(server)
+            if server.died is None and server.alive:
+                end(server)
         finally:  # also at a second Ctrl-C, which kills it
             forget(store, server)
     return servers

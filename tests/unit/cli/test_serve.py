@@ -192,8 +192,34 @@ def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monk
     (stopped,) = json.loads(run("stop", "b", "--json").out)
     assert (stopped["server"], stopped["http"], stopped["models"]) == ("b", "http://127.0.0.1:1", {"b": ["b"]})
     assert (stopped["state"], stopped["pid"]) == ("stopped", None)
+    assert run("stop", "a", "--all").error() == "--all ends every server, and a is one; leave out the name, or --all"
     assert run("stop", "--all").out == "stopped a\nstopped c\n"
     assert running(store) == []
+
+
+def test_a_stop_that_is_interrupted_leaves_the_record_of_a_server_that_its_watchdog_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtpipe.pipeline.serving import serve, servers
+
+    def interrupted(server: servers.Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(serve, "end_watcher", interrupted)
+    monkeypatch.setattr(serve, "end", lambda server: pytest.fail("it was not asked to end yet"))
+    cleaned: list[str] = []
+    monkeypatch.setattr(servers, "clean_up", lambda store, server: cleaned.append(server.name))
+    remember(store, "a")
+    with pytest.raises(KeyboardInterrupt):
+        serve.stop(store, "a")
+    assert ([server.name for server in running(store)], cleaned) == (["a"], [])
+    # Without a watchdog this command ends the server, and a second Ctrl-C kills it.
+    monkeypatch.setattr(serve, "end_watcher", lambda server: None)
+    monkeypatch.setattr(serve, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve.stop(store, "a")
+    assert (running(store), cleaned) == ([], ["a"])
 
 
 def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run: Run) -> None:
