@@ -162,8 +162,8 @@ class Resampler:
         return drawn
 
     def _rate(self, metric: str, value: float) -> Floats | None:
-        """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms, and where every
-        resample has the same quotient."""
+        """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms, and in an open loop
+        where every resample has the same quotient."""
         rate = find(metric.removesuffix(WHOLE_RUN))
         if not isinstance(rate, Rate) or (terms := rate_terms(rate, self._found, closed=self._closed)) is None:
             return None
@@ -173,10 +173,13 @@ class Resampler:
         if not counted.sum() > 0 or not against.sum() > 0:
             return None
         ratios = self._ratio(counted, against)
-        # Requests that are all alike, as in an open loop with answers of one length, do not show a rate's uncertainty.
-        if ratios is None or ratios.max() - ratios.min() <= _ALIKE * ratios.max():
+        if ratios is None:
             return None
-        return value * ratios / (counted.sum() / against.sum())
+        # The schedule of an open loop tells how many requests there are: those of one length show nothing of chance.
+        if not self._closed and ratios.max() - ratios.min() <= _ALIKE * ratios.max():
+            return None
+        drawn: Floats = value * ratios / (counted.sum() / against.sum())
+        return drawn
 
 
 def repeats(draws: Sequence[Floats], seed: Sequence[int]) -> Floats:
