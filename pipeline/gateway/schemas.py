@@ -160,6 +160,8 @@ class _Check:
             return False
         while any("$ref" in one for one in schemas):
             schemas = [self._find(one["$ref"]) if "$ref" in one else one for one in schemas]
+        if not all(_has_names(one) for one in schemas):
+            return True  # one that a reference names, which is refused at its own place
         types = [one.get("type") for one in schemas]
         if not all(isinstance(one, str) for one in types):
             return False
@@ -201,6 +203,8 @@ class _Check:
         for name in _COUNTS:
             if name in out:
                 _check_count(out[name], f"{place}.{name}")
+                if out[name] == 0 and name.startswith("min"):
+                    del out[name]  # it restricts nothing
         if "object" in named:
             self._object(out, place)
         if "array" in named:
@@ -251,11 +255,11 @@ class _Check:
             out.setdefault("items", True)
 
     def _string(self, out: dict[str, Any], place: str) -> None:
+        if "format" in out and out["format"] not in _FORMATS:
+            del out["format"]  # validators of JSON Schema ignore it too
         chosen = [name for name in _BOUNDS["string"] if name in out]
         if ("pattern" in out or "format" in out) and len(chosen) > 1:
             raise _invalid(f"{place}.{chosen[1]}", f"guided decoding cannot enforce it beside '{chosen[0]}'")
-        if "format" in out and out["format"] not in _FORMATS:
-            del out["format"]  # validators of JSON Schema ignore it too
         if "pattern" in out and not isinstance(out["pattern"], str):
             raise _invalid(f"{place}.pattern", "Input should be a regular expression")
         least, most = out.pop("minLength", 0), out.pop("maxLength", "")
@@ -289,6 +293,11 @@ def _kinds(out: dict[str, Any], place: str) -> list[str] | None:
     if not isinstance(named, list) or not named or not all(isinstance(one, str) and one in _TYPES for one in named):
         raise _invalid(f"{place}.type", f"Input should be of {', '.join(_TYPES)}")
     return named
+
+
+def _has_names(schema: dict[str, Any]) -> bool:
+    """Whether `properties` and `required`, where a schema has them, are an object and a list."""
+    return isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)
 
 
 def _is(value: Any, kinds: Any) -> bool:

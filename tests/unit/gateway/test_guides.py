@@ -164,6 +164,13 @@ def test_a_form_that_the_engine_refuses_names_the_field_and_a_runtime_without_fo
         ({"allOf": [{}, {}]}, "s.allOf", "several schemas at once"),
         ({"anyOf": [{}], "type": "string"}, "s.type", "beside 'anyOf'"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "s.oneOf", "a value may match two"),
+        ({"properties": {"x": {"oneOf": [{"$ref": "#/properties/y"}, {"$ref": "#/properties/z"}]},
+                         "y": {"type": "object", "properties": 5}, "z": {"type": "object", "properties": {}}}},
+         "s.properties.y.properties", "should be an object"),
+        ({"properties": {"x": {"oneOf": [{"$ref": "#/properties/y"}, {"$ref": "#/properties/z"}]},
+                         "y": {"properties": {"a": {"const": "b"}}, "required": 5, "type": "object"},
+                         "z": {"properties": {"a": {"const": "c"}}, "required": ["a"], "type": "object"}}},
+         "s.properties.y.required", "a list of names"),
         ({"enum": [1, "a"], "type": "integer"}, "s.enum", "not all of the type"),
         ({"enum": [1], "minimum": 0}, "s.minimum", "beside 'enum'"),
         ({"type": "string", "minimum": 0}, "s.minimum", "which the type does not allow"),
@@ -182,6 +189,24 @@ def test_schemas_that_guided_decoding_cannot_enforce(schema: Any, place: str, te
         checked(schema, "s")
     assert telling in refused.value.message
     assert (refused.value.param or "").startswith(place)
+
+
+@pytest.mark.parametrize(
+    ("schema", "enforced"),
+    [
+        # What pydantic writes for AnyUrl.
+        ({"format": "uri", "minLength": 1, "type": "string"},
+         {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f]{1,}$'}),
+        ({"format": "uri", "pattern": "^a", "type": "string"}, {"type": "string", "pattern": "^a"}),
+        ({"format": "date", "minLength": 0, "type": "string"}, {"type": "string", "format": "date"}),
+        ({"minLength": 0, "pattern": "^a"}, {"type": "string", "pattern": "^a"}),
+        ({"type": "object", "minProperties": 0}, {"type": "object", "additionalProperties": True}),
+        ({**PERSON, "minProperties": 0}, PERSON),
+        ({"type": "array", "minItems": 0}, {"type": "array", "items": True}),
+    ],
+)  # fmt: skip
+def test_what_restricts_nothing_is_left_out(schema: Any, enforced: Any) -> None:
+    assert json.loads(checked(schema, "s")) == enforced
 
 
 def test_schemas_that_refer_to_themselves_and_have_values_that_end() -> None:
