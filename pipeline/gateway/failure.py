@@ -102,6 +102,8 @@ def of_text(message: str) -> Failure:
     If asked, Triton would send a status instead (`triton_grpc_error`), but tritonserver 2.51 may crash after it.
     """
     words = message.lower()
+    if words.startswith(_GUIDE):  # the rest may quote the client
+        return wrong(message, code="refused_by_engine")
     if _says(words, _ABSENT + _DEAD):
         return gone(message)
     if _says(words, _FULL):
