@@ -25,7 +25,8 @@ RUNS = Path("runs")
 # File in a run folder with an id of its own: another machine may have another folder at the same path.
 ID = ".id"
 MAX_ID_BYTES = 100
-# What a message about an unknown target says to do.
+# What a message says to do about an artefact from elsewhere that was lost, and about an unknown target.
+TAKE_AGAIN = "pull or import the target again"
 SEE_TARGETS = "`trtpipe ls` lists the targets in ./runs"
 
 
@@ -128,6 +129,11 @@ class RunFolder:
         """What a message says to do about an artefact that was never made: the command that runs the stages left."""
         return f"run `trtpipe build --from {self.path.name}`" if self.origins() else self.rebuild
 
+    def again(self, stage: str) -> str:
+        """What a message says to do about the stage's artefact that was lost: a build does not make what came from
+        elsewhere."""
+        return TAKE_AGAIN if self.origin(stage) is not None else self.rebuild
+
     def last(self, stage: str) -> Record | None:
         """The record of the stage's last artefact, also one of other settings; None where none can be read."""
         found = self._entries(retired=True).get(stage)
@@ -217,7 +223,7 @@ class RunFolder:
         if gone is not None:
             remedy = f"set TRTPIPE_HOME to where the store is now, then {self.rebuild}, which reuses what is there"
             if self.origins():  # a build would make anew what came from elsewhere
-                remedy = "move the store back, or pull or import the target again"
+                remedy = f"move the store back, or {TAKE_AGAIN}"
             raise InputDataError(
                 f"{self.path} has no {makes}",
                 why=f"its link points to {gone}, which is not there: the store was moved or removed",

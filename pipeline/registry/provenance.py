@@ -22,7 +22,7 @@ from trtpipe.engines.errors import ArtefactRefused, InputDataError, kind_of
 from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.registry.signatures import PAYLOAD_TYPE, sign_statement
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Manifest, Record
 from trtpipe.pipeline.store.store import Store
@@ -43,8 +43,9 @@ Statement = dict[str, Any]
 def statement(run: RunFolder, store: Store) -> Statement:
     """The provenance of a target in ./runs. Raises InputDataError where the record of a stage is missing."""
     spec = run.spec()
+    makers = {stage.makes for stage in stages_of(spec)}
     told = stages(unwrapped(read_json(run.path / FILE, "provenance"))) if (run.path / FILE).is_file() else {}
-    known = dict(told)
+    known = {makes: entry for makes, entry in told.items() if makes in makers}  # it may have been built here since
     for stage in stages_of(spec):
         record = run.last(stage.name)
         if record is None or stage.name not in run.stages():
@@ -57,10 +58,9 @@ def statement(run: RunFolder, store: Store) -> Statement:
         elif found is not None:
             known[stage.makes] = _entry(stage.makes, found.manifest)
         elif known.get(stage.makes, {}).get("annotations", {}).get("key") != record.key:
-            raise InputDataError(f"the {stage.makes} of {run.path.name} is no longer in the store", remedy=run.rebuild)
+            raise _lost(stage, run)
     if not known:
         raise InputDataError(f"{run.path} has no artefacts", remedy=run.rebuild)
-    makers = {stage.makes for stage in stages_of(spec)}
     for makes, entry in known.items():
         untold = (entry["annotations"]["record"]["inputs"].keys() & makers) - known.keys()
         if untold:
@@ -137,17 +137,23 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
 
     told  a statement from elsewhere, such as one with a verified signature; its content must be the same
 
-    Raises as `statement` and `check_chain`, and ArtefactRefused for a file that has changed.
+    Raises as `statement` and `check_chain`, ArtefactRefused for a file that has changed, and InputDataError for an
+    artefact of the target that the store has lost.
     """
     mine = statement(run, store)
     keys = set()
-    for stage in run.stages():
-        fault = run.fault(stage, store, verify=True)
+    for stage in stages_of(run.spec()):
+        record = run.last(stage.name)
+        if record is None or stage.name not in run.stages():
+            continue
+        fault = run.fault(stage.name, store, verify=True)
         if fault is not None:
-            raise ArtefactRefused(f"the {stage} of {run.path.name} is damaged", why=fault)
-        record = run.last(stage)
-        if record is not None:
-            keys.add(record.key)
+            raise ArtefactRefused(
+                f"the {stage.makes} of {run.path.name} is damaged", why=fault, remedy=run.again(stage.name)
+            )
+        if run.find(stage.name, store) is None:
+            raise _lost(stage, run)
+        keys.add(record.key)
     lines = check_chain(mine)
     if told is not None:
         check_chain(told)
@@ -159,6 +165,12 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
                 )  # fmt: skip
     elsewhere = [makes for makes, entry in stages(mine).items() if entry["annotations"]["key"] not in keys]
     return Verified(lines, elsewhere)
+
+
+def _lost(stage: Stage, run: RunFolder) -> InputDataError:
+    return InputDataError(
+        f"the {stage.makes} of {run.path.name} is no longer in the store", remedy=run.again(stage.name)
+    )
 
 
 def _said(told: Statement) -> tuple[Any, ...]:

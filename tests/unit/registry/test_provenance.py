@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError
-from trtpipe.pipeline.registry import provenance
+from trtpipe.pipeline.registry import provenance, transfer
+from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.store.store import Store
@@ -177,6 +180,57 @@ def test_a_file_that_has_changed(made: Store) -> None:
     engine.write_bytes(engine.read_bytes().replace(b"paged", b"PAGED"))
     with pytest.raises((ArtefactRefused, InputDataError), match=r"damaged|no longer in the store"):
         provenance.verify(RunFolder.of(TARGET), made)
+
+
+def pulled(made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The store of another machine, to which the target was pulled."""
+    transfer.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    store = Store(tmp_path / "other" / "home")
+    transfer.pull(TARGET, open_registry(str(tmp_path / "shelf")), store)
+    return store
+
+
+@pytest.mark.process
+def test_what_the_store_has_lost_is_not_vouched_for(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came with the target says its digests, of which nothing is read."""
+    store = pulled(made, tmp_path, monkeypatch)
+    run = RunFolder.of(TARGET)
+    assert provenance.verify(run, store).elsewhere == ["model", "checkpoint", "repository"]
+    lost = r"the {} of tiny\.cpu\.bf16 is no longer in the store; pull or import the target again$"
+    with pytest.raises(InputDataError, match=lost.format("tokenizer")):
+        provenance.verify(run, Store(tmp_path / "empty"))
+    shutil.rmtree(run.linked("engine").parent)
+    with pytest.raises(InputDataError, match=lost.format("engine")):
+        provenance.verify(run, store)
+    transfer.pull(TARGET, open_registry(str(tmp_path / "shelf")), store)
+    rank = run.linked("engine") / "rank0.safetensors"
+    rank.chmod(0o644)
+    rank.write_bytes(bytes(rank.stat().st_size))
+    with pytest.raises(ArtefactRefused, match=r"the engine of .* is damaged: .* has changed; pull or import the targ"):
+        provenance.verify(run, store)
+
+
+@pytest.mark.process
+def test_what_came_is_not_told_of_a_target_that_is_built_without_it(
+    in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "home")
+    model = hf_folder(in_folder / "tiny")
+    adapter = write_adapter(in_folder / "fr", model, rank=4)
+    execute(plan(model, gpu="cpu", dtype="bf16", lora={"fr": str(adapter)}), store, Recorder())
+    store = pulled(store, tmp_path, monkeypatch)
+    assert "adapters" in provenance.stages(provenance.statement(RunFolder.of(TARGET), store))
+    execute(plan(model, gpu="cpu", dtype="bf16"), store, Recorder())
+    assert list(provenance.stages(provenance.statement(RunFolder.of(TARGET), store))) == [
+        "model", "tokenizer", "checkpoint", "engine", "repository",
+    ]  # fmt: skip
+    again = open_registry(str(tmp_path / "again"))
+    transfer.push(TARGET, again, store)
+    assert transfer.pull(TARGET, again, Store(tmp_path / "third")).artefacts == ("tokenizer", "engine")
 
 
 @pytest.mark.parametrize(
