@@ -76,7 +76,7 @@ def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bo
         store.digests.save()
         if fault is not None:
             run = find_run(name)
-            remedy = "build it again" if run is None else run.rebuild
+            remedy = "build it again" if run is None else run.finish
             raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=remedy)
         return
     found = [] if allow_code else foreign_code(repository)

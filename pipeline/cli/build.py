@@ -339,6 +339,7 @@ def scrub(as_json: Json = False) -> None:
     """
     from trtpipe.engines.errors import InputDataError
     from trtpipe.pipeline.cli import console, console_progress
+    from trtpipe.pipeline.run_folder import TAKE_AGAIN
     from trtpipe.pipeline.store.scrub import scrub as read_all
 
     with console_progress.working("scrub", "reading every artefact") as progress:
@@ -350,10 +351,11 @@ def scrub(as_json: Json = False) -> None:
         rows = [(one.name, console.size(one.size), one.fault or "whole") for one in found]
         console.table(("artefact", "size", "state"), rows)
     if damaged:
-        raise InputDataError(
-            f"{len(damaged)} of {len(found)} artefacts are damaged",
-            remedy="the next `trtpipe build` of their targets moves them aside and makes them again",
-        )
+        brought = [one for one in damaged if one.name.startswith("imported/")]
+        ways = ["the next `trtpipe build` of their targets moves them aside and makes them again"]
+        if brought:
+            ways = [*(ways if len(brought) < len(damaged) else []), f"{TAKE_AGAIN} where they are in imported/"]
+        raise InputDataError(f"{len(damaged)} of {len(found)} artefacts are damaged", remedy="; ".join(ways))
 
 
 def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:

@@ -45,6 +45,20 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     )
     assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
 
+    # Builds make nothing of what came from elsewhere.
+    for makes, remedy in (
+        ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
+        ("engine", "the next `trtpipe build` of their targets moves them aside and makes them again; pull or import "
+         "the target again where they are in imported/"),
+    ):  # fmt: skip
+        file = next(path for path in Path("runs/tiny.cpu.bf16", makes).resolve().rglob("config.*"))
+        file.chmod(0o644)
+        file.write_text(file.read_text() + " ")
+        damaged = run("scrub").error() if makes == "engine" else run("serve", "tiny.cpu.bf16").error()
+        assert damaged.endswith(f"; {remedy}")
+    assert run("pull", "tiny.cpu.bf16", shelf).status == 0
+    assert "damaged" not in run("scrub").err
+
     # What came with the target has no signature, then one.
     private, public = write_pair(tmp_path, KINDS["ed25519"]())
     refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
