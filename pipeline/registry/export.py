@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.files import naming_full_disk
 from trtpipe.engines.json_input import open_regular, parse_json
 from trtpipe.pipeline.registry.fetch import Counter
@@ -95,7 +95,7 @@ def unpack(
     trust_keys  public keys (PEM), one of which must have signed the provenance in the file
 
     Raises InputDataError for a file that is damaged or no export, ArtefactRefused for an export of another version,
-    without the required signature, or with files other than data.
+    without the required signature, with files other than data, or with more than `pack` writes.
     """
     try:
         # Not compressed, as `pack` writes it: a small file could expand to any size.
@@ -105,6 +105,12 @@ def unpack(
             check_provenance(index, str(path), trust_keys)
             if absent := to_finish(spec) - index["artefacts"].keys():
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
+            if more := index["artefacts"].keys() - to_finish(spec):
+                raise ArtefactRefused(
+                    f"{path} holds the {' and the '.join(sorted(more))} of {spec.target}",
+                    why="an export holds what an engine is made from, and the engine is built here",
+                    remedy="export the target again where it was built",
+                )
             counter = Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()

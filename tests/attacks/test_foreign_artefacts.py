@@ -22,10 +22,12 @@ from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError
 from trtpipe.pipeline.compatibility import require_trusted
 from trtpipe.pipeline.registry import export, provenance, transfer
 from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.package import describe
 from trtpipe.pipeline.registry.trust import Trust
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute, status
 from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.stages import to_finish
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.scrub import scrub
@@ -251,6 +253,24 @@ def test_settings_of_a_runtime_are_those_that_are_written_here(in_folder: Path, 
     with pytest.raises(ArtefactRefused, match=f"the engine's {settings.name} is not what trtpipe .* writes for its"):
         transfer.pull(asked.target, shelf, third, any_machine=True)
     assert not list((third.home / "imported" / "build").glob("[!.]*"))
+
+
+def test_an_export_brings_no_engine(in_folder: Path, tmp_path: Path) -> None:
+    asked = plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16", runtime="vllm")
+    sender = Store(tmp_path / "sender")
+    execute(asked, sender, Recorder())
+    content = members(export.pack(asked.target, sender, tmp_path / "out.tar"))
+    index, made = describe(asked.target, sender, {*to_finish(asked), "engine"})
+    engine = made["engine"].path
+    content |= {f"engine/{file.relative_to(engine)}": file.read_bytes() for file in engine.rglob("*") if file.is_file()}
+    content["engine/engine_args.yaml"] += b"trust_remote_code: true\n"
+    told = with_file(json.loads(json.dumps(index)), "engine_args.yaml", content["engine/engine_args.yaml"])
+    content["trtpipe.json"] = json.dumps(told).encode()
+    store = victim(tmp_path)
+    with pytest.raises(ArtefactRefused, match=rf"hostile\.tar holds the engine of {asked.target}: an export holds"):
+        export.unpack(written(tmp_path / "hostile.tar", content), store)
+    assert not list(store.home.rglob("files/*"))
+    assert not Path("runs").exists()
 
 
 def with_file(index: dict[str, Any], name: str, data: bytes) -> dict[str, Any]:
