@@ -58,7 +58,7 @@ def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> 
 
 def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
     """The target of a deployment. Raises UsageError or ArtefactRefused."""
-    _require_gpu(passport, gpu)
+    _require_gpu(passport, gpu, config)
     # On the CPU one process holds all ranks, and there are no GPUs to count.
     placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
     launch.require_runtime(passport, placement)
@@ -136,13 +136,13 @@ def _gateway_image(passport: Passport, config: DeployConfig) -> str | None:
     return image
 
 
-def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
+def _require_gpu(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> None:
     """Refuse an engine that the nodes cannot run. Raises ArtefactRefused or UsageError."""
     if passport.sms is None and not gpu.is_cpu:
         raise ArtefactRefused(
-            f"this engine is for the {passport.runtime} runtime",
-            why=f"it computes on the CPU, and would hold {gpu.name} GPUs without using them",
-            remedy=f"build for them with `trtpipe build --gpu {gpu.name}`, or deploy it with --gpu cpu",
+            f"engines of the {passport.runtime} runtime are not deployed on GPUs",
+            why=f"trtpipe's image of it computes on the CPU, and would hold {gpu.name} GPUs without using them",
+            remedy=f"build it with `--gpu cpu`, or with another --runtime for {gpu.name}",
         )
     if gpu.is_cpu:
         if passport.sms is not None:
@@ -157,8 +157,12 @@ def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
             remedy=f"deploy it to {passport.gpu}, or build with `trtpipe build --gpu {gpu.name}`",
         )
     gpu.require_ranks(passport.world_size)
-    if not gpu.product:
-        raise UsageError(f"the product name of {gpu.name} is not known", remedy="add it to configs/gpus")
+    if not (config.product or gpu.product):
+        raise UsageError(
+            f"the product name of {gpu.name} is not known",
+            why="pods find their nodes by the label nvidia.com/gpu.product",
+            remedy=f"give it with --set product=NAME, or as `product:` in $TRTPIPE_HOME/gpus/{gpu.name}.yaml",
+        )
     if gpu.memory_gib is not None and passport.rank_bytes >= gpu.memory_gib * 2**30:
         raise ArtefactRefused(
             f"a rank's weights take {passport.rank_bytes / 2**30:.1f} GiB, and {gpu.name} has {gpu.memory_gib:g}",

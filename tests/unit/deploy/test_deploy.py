@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -670,7 +671,9 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
         (engine(), "a100", {}, ArtefactRefused, r"for h100 \(SM90\), and a100 \(SM80\) is asked for; deploy"),
         (engine(), "cpu", {}, ArtefactRefused, r"for h100 \(SM90\), and nodes without a GPU are asked for"),
         (engine(rank_bytes=90 * GIB), "h100", {}, ArtefactRefused, r"weights take 90\.0 GiB, and h100 has 80"),
-        (reference(), "h100", {"image": OURS}, ArtefactRefused, "computes on the CPU, and would hold h100 GPUs"),
+        (reference(gpu="h100", sm=90), "h100", {"image": OURS}, ArtefactRefused,
+         "^engines of the reference runtime are not deployed on GPUs: trtpipe's image of it computes on the CPU, and "
+         "would hold h100 GPUs without using them; build it with `--gpu cpu`, or with another --runtime for h100$"),
         (reference(), "cpu", {}, UsageError, "no image is given for .*; give --image, one that holds trtpipe"),
         (engine(runtime="llama_cpp"), "h100", {}, ArtefactRefused, "the runtime 'llama_cpp' is not known"),
         (engine(16, runtime="vllm"), "h100", {"image": OURS}, ArtefactRefused, "needs 2 nodes: .*Ray"),
@@ -693,6 +696,15 @@ def test_the_same_kind_of_gpu_under_another_name_will_do() -> None:
     made = manifests(plan(engine(), find_gpu("h200"), CASES["one"].config()))["base/deployment.yaml"]
     pod = read(to_yaml(made))["spec"]["template"]
     assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+
+
+def test_a_gpu_without_a_product_name_needs_one() -> None:
+    unknown = dataclasses.replace(find_gpu("h100"), name="h100-new", product="")
+    with pytest.raises(UsageError, match=r"name of h100-new is not known: .*; give it with --set product=NAME, or as"):
+        plan(engine(), unknown, CASES["one"].config())
+    made = manifests(plan(engine(), unknown, CASES["one"].config(product="NVIDIA-H100-NEW")))["base/deployment.yaml"]
+    pod = read(to_yaml(made))["spec"]["template"]
+    assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-NEW"}
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
