@@ -124,8 +124,7 @@ def _require_family(deployment: Deployment) -> None:
 def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
     """What only the settings of a target of ours say: the model's source, calibration. Raises InputDataError."""
     names = ["calibration", "accept_accuracy"] if "dtype" not in asked else []
-    # The adapters of another model would be refused.
-    names += [*WEIGHTS, LORA] if "model" not in asked else []
+    names += [LORA] if "model" in asked else [*WEIGHTS, LORA]
     kept = {name: plan.settings[name] for name in names if name in plan.settings}
     source = plan.model.source
     if "model" in kept and isinstance(source, FolderSource | GgufSource):

@@ -92,6 +92,8 @@ def test_adapters_of_a_target_come_along(in_folder: Path, nvidia: Path, tmp_path
     assert found.spec.adapters == (("fr", adapter.absolute()),)
     assert (found.spec.build.takes_adapters, found.spec.build.max_lora_rank) == (True, 16)
     assert {"attn_q", "mlp_gate"} <= set(found.spec.build.lora_target_modules)
+    named = trtpipe.migrate(run.path, to="vllm", gpu="h100", model=str(in_folder / "tiny"))
+    assert named.spec.adapters == found.spec.adapters, "the model is the engine's, wherever it comes from"
     elsewhere = trtpipe.migrate(nvidia, to="llmapi", model="tiny", gpu="h100")
     assert (elsewhere.spec.adapters, elsewhere.spec.build.lora_target_modules) == ((), ("attn_q",))
 
