@@ -297,6 +297,32 @@ def test_a_layer_without_a_scale_is_named(llama: Path, tmp_path: Path, name: str
         ours(source, tmp_path / "out", "fp8", "trtllm")
 
 
+@pytest.mark.parametrize(
+    ("case", "form", "name", "value"),
+    [
+        ("int8-wo", "trtllm", "model.layers.1.mlp.down_proj.weight", float("nan")),
+        ("fp8-pc-pt", "hf", "model.embed_tokens.weight", float("-inf")),
+    ],
+)
+def test_a_tensor_that_is_not_finite_is_named(
+    llama: Path, tmp_path: Path, case: str, form: str, name: str, value: float
+) -> None:
+    source = changed(llama, tmp_path / "source", name, value)
+    with pytest.raises(InputDataError) as error:
+        ours(source, tmp_path / "out", case, form)
+    assert str(error.value) == (
+        f"tensor '{name}' holds a value that is infinite or not a number: a model with it would answer nonsense; "
+        "download the file again, or use another revision of the model"
+    )
+
+
+def test_a_value_beyond_float16_is_named(llama: Path, tmp_path: Path) -> None:
+    source = changed(llama, tmp_path / "source", "model.norm.weight", 70144.0)
+    ours(source, tmp_path / "wide", "fp8-pc-pt", "hf")
+    with pytest.raises(InputDataError, match=r"^tensor 'model\.norm\.weight' .* in float16: .*; use --dtype bfloat16,"):
+        ours(source, tmp_path / "out", "fp8-pc-pt", "hf", dtype="float16")
+
+
 def test_the_sample_that_overflows_is_named(llama: Path, tmp_path: Path) -> None:
     # Token 5 is so large that float16 cannot hold what the first layer makes of it.
     tensors = load_file(llama / "model.safetensors")

@@ -151,6 +151,16 @@ def test_four_bit_groups_without_smoothing_get_factors_of_one(tmp_path: Path, ca
     assert torch.equal(weight, exact["model.layers.0.mlp.gate_proj.weight"])
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_not_a_number_is_named(tmp_path: Path, code: int) -> None:
+    stored_folder(tmp_path / "folder", "modelopt fp8")
+    tensors, name = load_file(tmp_path / "folder" / "model.safetensors"), "model.layers.1.self_attn.o_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] = code
+    save_file(tensors, tmp_path / "folder" / "model.safetensors")
+    with pytest.raises(InputDataError, match=f"^tensor '{name}' holds a value that is infinite or not a number: "):
+        converted(tmp_path / "folder", tmp_path / "made")
+
+
 def test_a_qwen3_with_as_many_key_value_heads_as_heads_is_refused(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", **SIZES, **{**QWEN3, "num_key_value_heads": 4})
     config = json.loads((source / "config.json").read_text())
