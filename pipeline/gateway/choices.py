@@ -73,6 +73,7 @@ class Choice:
         "_stops",
         "_text",
         "attempts",
+        "begins",
         "calls",
         "count",
         "echo",
@@ -101,6 +102,7 @@ class Choice:
         self.whole: list[str] = []
         self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not sent yet
         self.listed: list[Entry] = []  # entries of the prompt's tokens that have not been sent
+        self.begins = True  # whether no token has been listed, so that the next one begins the text
         self.offset = 0  # position of the next token in the text, for logprobs of completions
         self.prefix = b""
         copies = len(order.requests) // len(order.prompt_lengths)
@@ -243,14 +245,15 @@ class Choice:
 
         likeliest  the likeliest token and its log-probability, unless it is the token itself
         """
-        entry = self._entry(token, value)
+        first, self.begins = self.begins, False
+        entry = self._entry(token, value, first)
         top = [dict(entry)] if self._order.likeliest and value is not None else []
         if top and likeliest is not None and likeliest[0] != token:
-            top.append(self._entry(*likeliest))
+            top.append(self._entry(*likeliest, first))
         return {**entry, "top_logprobs": top}
 
-    def _entry(self, token: int, value: float | None) -> Entry:
-        text = self._text.token(token)
+    def _entry(self, token: int, value: float | None, first: bool) -> Entry:
+        text = self._text.token(token, first=first)
         # A token that is part of a character has no text of its own.
         whole = "\ufffd" not in text
         return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}

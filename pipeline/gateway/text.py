@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Text:
                 f"{path} recommends sampling that no request may ask for", why=wanted, remedy="correct the file"
             ) from None
         self.vocab_size: int = self.tokenizer.get_vocab_size()
+        self._tokens: dict[int, str] = {}  # texts of tokens, see `token`
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -82,9 +84,28 @@ class Text:
             return shared().Detokenizer(self.tokenizer, True)
         return _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text not in shown))
 
-    def token(self, number: int) -> str:
-        """One token's own text, with special tokens spelled out."""
-        return str(self.tokenizer.decode([number], skip_special_tokens=False))
+    def token(self, number: int, *, first: bool = False) -> str:
+        """One token's own text, with special tokens spelled out.
+
+        first  whether the token begins its text: a decoder such as SentencePiece's drops the space of a first word
+        """
+        if first:
+            return self._decoded(number)
+        if number not in self._tokens:
+            before, text = self._before
+            both = self._decoded(*before, number)
+            self._tokens[number] = both[len(text) :] if both.startswith(text) else self._decoded(number)
+        return self._tokens[number]
+
+    @functools.cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """A token behind which others are decoded as within a text, and its text; none where no letter is a token."""
+        ids = (self.tokenizer.token_to_id(letter) for letter in string.ascii_letters)
+        before = [number for number in ids if number is not None][:1]
+        return before, self._decoded(*before)
+
+    def _decoded(self, *numbers: int) -> str:
+        return str(self.tokenizer.decode(numbers, skip_special_tokens=False))
 
 
 class _Showing:

@@ -29,6 +29,7 @@ from tests.support.gateways import (
     tokens_of,
     write_model,
 )
+from tests.support.small_tokenizers import make
 from trtpipe.pipeline.gateway.choices import Choice
 
 # A gateway makes prompts in processes of its own.
@@ -186,6 +187,36 @@ def test_a_prompt_alone_and_one_in_a_stream(folder: Path) -> None:
         assert [one["tokens"] for one in listed if one] == [["a", "b", "</s>"]]
 
     ask(scored, folder, scenario, triton=OWN)
+
+
+def test_tokens_of_a_sentencepiece_decoder_keep_their_spaces(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    make("unsplit", folder)
+    said = tokens_of(folder, "an owl ant")[1:]
+
+    async def engine(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        if "return_prompt_log_probs" in asked.raw:
+            async for one in scored(asked, context):
+                yield one
+        else:
+            yield response([*said, END], final=True, log_probs=[-0.5] * (len(said) + 1))
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        (choice,) = (await client.post(TEXT, json={"model": "llama", "prompt": "x", "logprobs": 0})).json()["choices"]
+        assert choice["text"] == "an owl ant"
+        assert choice["logprobs"]["tokens"] == ["an", " owl", " ant"]
+        assert choice["logprobs"]["text_offset"] == [0, 2, 6]
+        (choice,) = (await client.post(CHAT, json=chat(logprobs=True))).json()["choices"]
+        listed = choice["logprobs"]["content"]
+        assert [one["token"] for one in listed] == ["an", " owl", " ant"]
+        assert bytes(value for one in listed for value in one["bytes"]) == b"an owl ant"
+        fields = {"model": "llama", "temperature": 0, "max_tokens": 0, "echo": True, "logprobs": 1}
+        (choice,) = (await client.post(TEXT, json={**fields, "prompt": said})).json()["choices"]
+        assert choice["text"] == "an owl ant"
+        assert choice["logprobs"]["tokens"] == ["an", " owl", " ant"]
+        assert choice["logprobs"]["top_logprobs"] == [None, {" owl": -0.5}, {" ant": -1.0, " an": -0.5}]
+
+    ask(engine, folder, scenario, triton=OWN)
 
 
 def test_an_echo_without_log_probabilities_is_for_every_runtime(folder: Path) -> None:
