@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.pipeline.errors import translate
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.runner import StageResult
 from trtpipe.pipeline.spec import BuildSpec
@@ -31,10 +32,11 @@ class Outcome:
 
     @property
     def state(self) -> str:
+        if self.error is None and not self.results:
+            return "nothing to make"  # all of it came from elsewhere
         if self.error is None:
-            last = stages_of(self.spec)[-1].name
-            made = self.results[-1].stage if self.results else last
-            return "ready" if made == last else f"made up to {made}"
+            made = self.results[-1].stage
+            return "ready" if made == stages_of(self.spec)[-1].name else f"made up to {made}"
         return "waits for its GPU" if isinstance(self.error, GpuAbsent) else "failed"
 
     @property
@@ -76,9 +78,20 @@ def build_all(specs: list[BuildSpec], build: Callable[[BuildSpec], list[StageRes
     for spec in specs:
         try:
             out.append(Outcome(spec=spec, results=tuple(build(spec)), error=None))
-        except TrtpipeError as error:
-            out.append(Outcome(spec=spec, results=(), error=error))
+        except Exception as error:
+            out.append(Outcome(spec=spec, results=(), error=failure(error)))
     return out
+
+
+def failure(error: Exception) -> TrtpipeError:
+    """What an exception says of a target's build, also one of the system such as of a full disk. Raises the exception
+    again where it is a defect of ours."""
+    known = translate(error)
+    if known is None:
+        raise error
+    if known is not error:
+        known.__cause__ = error  # for --debug
+    return known
 
 
 def require_distinct(specs: list[BuildSpec]) -> None:
@@ -103,7 +116,8 @@ def raise_failures(outcomes: list[Outcome]) -> None:
     others = [error for _, error in errors if not isinstance(error, GpuAbsent)]
     parts = [f"{len(absent)} wait for their GPU"] if absent else []
     parts += [f"{len(others)} failed"] if others else []
-    kind = type(others[0] if others else errors[0][1])
+    first = type(others[0] if others else errors[0][1])
+    kind = next(one for one in first.__mro__ if TrtpipeError in one.__bases__)  # one of the five
     raise kind(f"of {len(outcomes)} targets {' and '.join(parts)}", remedy="the table says what to do next")
 
 

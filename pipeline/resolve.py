@@ -82,8 +82,13 @@ def resolve(
     tasks = read_tasks(chosen, quantized=precision.recipe is not None)
     toolchain = facts.find_toolchain(read_release(chosen))
     executor = read_string(chosen, "executor") or "auto"
+    if executor == "ray":
+        raise UsageError(
+            "ray is not the executor of a target", why="each machine of a Ray cluster chooses its own",
+            remedy="leave it out, and build on the cluster with `trtpipe build --executor ray`",
+        )  # fmt: skip
     if executor not in EXECUTORS:
-        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
+        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, EXECUTORS))
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     backend = load_backend(runtime)
     if model.stored is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import (
     FILE,
     AcceptAccuracy,
@@ -48,7 +50,15 @@ if TYPE_CHECKING:
 
 def build(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
-    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
+    runtime: Runtime = None, toolchain: Toolchain = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help="Where trtllm-build runs: auto, local (this environment) or docker (the image); ray to build on a Ray "
+            "cluster.",
+            autocompletion=complete.words("auto", "local", "docker", "ray"),
+        ),
+    ] = None,
     tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
     moe_tp: MoeTp = None, moe_ep: MoeEp = None,
@@ -114,14 +124,18 @@ def build(
         return list(made.stages)
 
     outcomes = _build_on_cluster(specs, store, ray, exchange, until) if on_cluster else matrix.build_all(specs, make)
-    store.digests.save()
+    with contextlib.suppress(OSError):  # as of a full disk: losing the digests costs time only
+        store.digests.save()
     if as_json:
         console.result_json([_facts(one) for one in outcomes])
     elif len(specs) > 1:
         console.table(("target", "state", "next"), [(o.spec.target, o.state, o.next_step) for o in outcomes])
     elif outcomes[0].error is None:
         run = RunFolder.of(specs[0].target).path
-        console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
+        if outcomes[0].results:
+            console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
+        else:
+            console.result(f"{specs[0].target} came with all that is made up to {until}")
         after = next_command(specs[0].target) if outcomes[0].packaged else "the same command without --until"
         console.result(f"next: {after}")
     matrix.raise_failures(outcomes)

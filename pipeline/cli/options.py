@@ -67,7 +67,7 @@ Executor = Annotated[
     str | None,
     typer.Option(
         help="Where trtllm-build runs: auto, local (this environment) or docker (the image).",
-        autocompletion=complete.words("auto", "local", "docker", "ray"),
+        autocompletion=complete.words("auto", "local", "docker"),
     ),
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]

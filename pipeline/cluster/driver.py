@@ -24,7 +24,7 @@ from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.pipeline.cluster.needs import Needs, needs
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
 from trtpipe.pipeline.execution import hardware
-from trtpipe.pipeline.matrix import Outcome, require_distinct
+from trtpipe.pipeline.matrix import Outcome, failure, require_distinct
 from trtpipe.pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
@@ -106,8 +106,8 @@ class Cluster:
                 perform = partial(self._perform, reporter=told)
                 results = execute(spec, self._store, told, until=until, perform=perform)
                 return Outcome(spec=spec, results=tuple(results), error=None)
-            except TrtpipeError as error:
-                return Outcome(spec=spec, results=(), error=error)
+            except Exception as error:
+                return Outcome(spec=spec, results=(), error=failure(error))
 
         with ThreadPoolExecutor(min(AT_ONCE, len(specs))) as pool:
             try:

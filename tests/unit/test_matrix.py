@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_one_failure_does_not_keep_the_others_from_being_built(in_folder: Path) 
             "trtpipe export tiny.a100.bf16; where the GPU is: trtpipe build --from tiny.a100.bf16.tar",
         ),
         ("failed", "it broke"),
-        ("ready", ""),
+        ("nothing to make", ""),
     ]
     with pytest.raises(StageFailed) as error:
         matrix.raise_failures(found)
@@ -88,6 +89,21 @@ def test_one_failure_does_not_keep_the_others_from_being_built(in_folder: Path) 
         matrix.raise_failures(outcomes(model, GpuAbsent("no GPU")))
     assert str(absent.value).startswith("no GPU; the checkpoint is made; next: trtpipe export tiny.a100.bf16; where ")
     matrix.raise_failures(outcomes(model, None, None))
+
+
+def test_an_error_of_the_system_ends_one_target_and_a_defect_the_command(in_folder: Path) -> None:
+    model = hf_folder(in_folder / "tiny")
+    full, denied = OSError(errno.ENOSPC, "No space left"), PermissionError(errno.EACCES, "Permission denied", "config")
+    found = outcomes(model, full, denied, None)
+    assert [one.state for one in found] == ["failed", "failed", "nothing to make"]
+    assert str(found[0].error).startswith("the disk is full: No space left")
+    assert str(found[1].error).startswith("config: Permission denied; ")
+    assert found[0].error is not None
+    assert found[0].error.__cause__ is full
+    with pytest.raises(HostError, match="of 3 targets 2 failed; the table"):
+        matrix.raise_failures(found)
+    with pytest.raises(ZeroDivisionError):
+        outcomes(model, ZeroDivisionError(), None)
 
 
 def test_targets_of_one_command_share_what_they_can(run: Run, in_folder: Path, tmp_path: Path) -> None:  # noqa: F811

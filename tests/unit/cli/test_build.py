@@ -318,6 +318,28 @@ def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "words", [("settings", "--executor", "ray"), ("status", "--set", "executor=ray"), ("build", "--recipe", "ray.yaml")]
+)
+def test_ray_is_an_option_of_build_alone(run: Run, model: Path, words: tuple[str, ...]) -> None:
+    Path("ray.yaml").write_text("executor: ray\n")
+    assert run(words[0], "--model", model, "--gpu", "cpu", *words[1:]).error() == (
+        "ray is not the executor of a target: each machine of a Ray cluster chooses its own; leave it out, and build "
+        "on the cluster with `trtpipe build --executor ray`"
+    )
+
+
+def test_a_target_that_came_with_what_is_asked_for(build: Run, run: Run, model: Path) -> None:
+    build(model)
+    assert run("export", "tiny.cpu.fp32").status == 0
+    partly = ("build", "--from", "tiny.cpu.fp32.tar", "--until", "convert")
+    assert run(*partly).out.splitlines() == [
+        "tiny.cpu.fp32 came with all that is made up to convert", "next: the same command without --until",
+    ]  # fmt: skip
+    (told,) = json.loads(run(*partly, "--json").out)
+    assert (told["state"], told["stages"], told["error"]) == ("nothing to make", [], None)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--executor", "ray", "--verify"), "--verify is not for --executor ray: leave --verify out"),

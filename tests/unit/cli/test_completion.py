@@ -29,6 +29,8 @@ from tests.unit.cli.conftest import Run
         ("trtpipe plan --load cha", ["chat"]),
         ("trtpipe tune --load cha", ["chat"]),
         ("trtpipe stop u", ["up"]),
+        ("trtpipe build --executor r", ["ray"]),
+        ("trtpipe settings --executor r", []),
         ("trtpipe logs --server u", ["up"]),
     ],
 )
