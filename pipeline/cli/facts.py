@@ -218,12 +218,13 @@ def passport(
 
     from trtpipe.pipeline import compatibility
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.run_folder import RunFolder
+    from trtpipe.pipeline.run_folder import find_run
 
     found = compatibility.find_passport(folder)
     verdict = compatibility.examine(found)
     facts = dataclasses.asdict(found)
-    imported = RunFolder.of(folder.name).imports() if str(folder) == folder.name else []
+    run = find_run(str(folder))
+    imported = [] if run is None else run.imports()
     if as_json:
         told = {"objections": verdict.objections, "remarks": verdict.remarks, "imported": imported}
         console.result_json({**facts, **told})

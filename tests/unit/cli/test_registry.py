@@ -45,6 +45,9 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     )
     assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
 
+    for name in ("tiny.cpu.bf16", "runs/tiny.cpu.bf16"):
+        assert f"note: the engine was imported from {shelf}, not built here\n" in run("passport", name).out
+
     # Builds make nothing of what came from elsewhere.
     for makes, remedy in (
         ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
