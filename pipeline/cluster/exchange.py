@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from functools import partial
 
 from trtpipe.engines.errors import InputDataError, UsageError
@@ -48,10 +47,7 @@ class Exchange:
         check_files(record.stage, entry, where)
         size = sum(file["size"] for file in entry["files"])
         fetch = Fetch(self._registry, Counter(size, lambda done, total: None))
-        folder = store.incoming(record)
-        found = receive(entry, store, partial(fetch.take, folder), fetch.skip)
-        shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return receive(entry, store, partial(fetch.take, store.incoming(record)), fetch.skip)
 
 
 def _name(record: Record) -> str:

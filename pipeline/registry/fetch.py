@@ -55,8 +55,8 @@ class Fetch:
         self._counter.add(file["size"])
 
     def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
-        """Bring a file to `out`; its received part is kept in `folder` meanwhile. Raises InputDataError for a file
-        that does not match its digest."""
+        """Bring a file to `out`. What has arrived of it stays in `folder`, for a pull that goes on after this one has
+        broken off. Raises InputDataError for a file that does not match its digest."""
         blob = Blob(file["sha256"], file["size"])
         if blob.sha256 in self.here:
             place(self.here[blob.sha256], out)
@@ -81,6 +81,6 @@ class Fetch:
         if done != blob.size or digest.hexdigest() != blob.sha256:
             arriving.unlink()
             raise damaged(file["path"], blob, self._registry)
-        arriving.rename(out)
+        place(arriving, out)
         self._counted.add(blob.sha256)
         self.here[blob.sha256] = out  # valid within the same artefact only: a finished artefact moves

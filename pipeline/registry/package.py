@@ -6,6 +6,7 @@ digest of every file. A tar (`export`) and a registry (`transfer`) both carry on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -168,6 +169,8 @@ def receive(
 ) -> Artefact:  # fmt: skip
     """Put the artefact of a checked entry into the store's part for its origin, or return the one that is there.
 
+    What a pull has kept of its files in `store.incoming` goes, once the artefact is whole or refused.
+
     take     writes a file of the entry to a path, or raises where the file does not match its digest
     again    called with each file of an artefact that is there already
     inspect  called with the folder of a received artefact, before the store takes it; may refuse it
@@ -178,17 +181,31 @@ def receive(
         for file in entry["files"]:
             (out / file["path"]).parent.mkdir(parents=True, exist_ok=True)
             take(file, out / file["path"])
-        inspect(out)
+        try:
+            inspect(out)
+        except ArtefactRefused:
+            _drop_incoming(record, store)
+            raise
         return {}
 
     with store.locked(record):
         found = store.find(record)
         if found is None:
             store.set_aside(record)
-            return store.make(record, work)
-        for file in entry["files"]:
-            again(file)
+            found = store.make(record, work)
+        else:
+            for file in entry["files"]:
+                again(file)
+        _drop_incoming(record, store)
         return found
+
+
+def _drop_incoming(record: Record, store: Store) -> None:
+    folder = store.incoming(record)
+    if folder.is_dir():
+        with contextlib.suppress(OSError):  # what is left of it is for `gc`
+            store.digests.remove_tree(folder)
+        store.digests.save()
 
 
 def link(spec: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,7 +115,7 @@ def pull(
     `wanted`.
 
     An engine that this machine cannot run is refused before its files are requested, unless `any_machine`. Every file
-    is verified; the received part of an interrupted file is kept, and continued the next time.
+    is verified. What an interrupted pull has received of an artefact is kept, and verified again by the next one.
 
     trust_keys  public keys (PEM), one of which must have signed the target's provenance
 
@@ -145,7 +144,6 @@ def pull(
         part = store.of(Origin(source=registry.url, content=entry["content"]))
         inspect = inspections.get(name, lambda out: None)
         artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
-        shutil.rmtree(folder, ignore_errors=True)
         fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
     link(spec, artefacts, store, index["provenance"])
     return Shipped(

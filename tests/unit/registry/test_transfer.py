@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -26,15 +27,21 @@ from tests.support.registries import s3_sessions as s3_sessions
 from tests.unit.registry.test_signatures import KINDS, write_pair
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
+from trtpipe.engines.files import LINK_FROM_BYTES
 from trtpipe.pipeline.registry import oci_upload, parts, transfer
 from trtpipe.pipeline.registry import s3 as s3_registry
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.base import Blob, Registry, translated
+from trtpipe.pipeline.registry.fetch import Counter, Fetch
+from trtpipe.pipeline.registry.files import FileRegistry
+from trtpipe.pipeline.registry.package import files_of, receive
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving.references import references
 from trtpipe.pipeline.serving.targets import list_targets
+from trtpipe.pipeline.store import digests
 from trtpipe.pipeline.store.gc import find_garbage
+from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
 
 TARGET = "tiny.cpu.bf16"
@@ -194,7 +201,7 @@ def test_a_checkpoint_alone(
 def test_what_broke_off_goes_on_where_it_was(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer.push(TARGET, registry(), made)
+    sent = transfer.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
     weak = registry()
     asked: list[tuple[str, int]] = []
@@ -211,8 +218,11 @@ def test_what_broke_off_goes_on_where_it_was(
     with pytest.raises(HostError, match="the line is cut"):
         transfer.pull(TARGET, weak, store)
     assert not list(store.home.glob("artefacts/*/[!.]*/manifest.json")) or not (Path("runs") / TARGET).exists()
-    (left,) = [file for file in (store.home / "incoming").rglob("*") if file.is_file()]
-    assert left.stat().st_size == 5000
+    left = {file.name: file.stat().st_size for file in (store.home / "incoming").rglob("*") if file.is_file()}
+    sizes = {blob["sha256"]: blob["size"] for blob in files_of(weak.index(TARGET)) if blob["sha256"] in left}
+    (broken,) = [name for name, size in left.items() if size != sizes[name]]
+    assert left[broken] == 5000
+    assert len(left) > 1, "files that had arrived whole before the line was cut"
     assert [garbage.reason for garbage in find_garbage(store, references(store))].count(
         "left by an interrupted pull"
     ) == 1
@@ -223,8 +233,57 @@ def test_what_broke_off_goes_on_where_it_was(
 
     asked.clear()
     monkeypatch.setattr(type(weak), "read", noting)
-    transfer.pull(TARGET, registry(), store)
-    assert min(start for sha256, start in asked if sha256 == left.name) == 5000
+    got = transfer.pull(TARGET, registry(), store)
+    assert min(start for sha256, start in asked if sha256 == broken) == 5000
+    assert [sha256 for sha256, _ in asked if sha256 in left] == [broken], "what was here is not asked for"
+    assert (got.moved, got.there) == (sent.moved - sum(left.values()), sum(left.values()))
+    assert not list((store.home / "incoming").iterdir())
+
+
+def test_a_file_that_had_arrived_is_verified_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    weak: Any = open_registry(str(tmp_path / "shelf"))
+    files = []
+    for name in "abc":
+        data = random.Random(name).randbytes(LINK_FROM_BYTES)
+        (tmp_path / name).write_bytes(data)
+        files.append({"path": f"{name}.npy", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        weak.put(Blob(files[-1]["sha256"], len(data)), tmp_path / name, lambda nbytes: None)
+    record = Record(stage="convert", stage_version=1, inputs={}, settings={}, tools={})
+    content = digests.combined((file["path"], file["sha256"]) for file in files)
+    entry = {"record": dataclasses.asdict(record), "content": content, "files": files}
+    store = Store(tmp_path / "home")
+
+    def pulled() -> tuple[int, int]:
+        fetch = Fetch(weak, Counter(3 * LINK_FROM_BYTES, lambda done, total: None))
+        receive(entry, store, lambda file, out: fetch.take(store.incoming(record), file, out))
+        return fetch.moved, fetch.there
+
+    def breaking(blob: Blob, start: int = 0) -> Iterator[bytes]:
+        if blob.sha256 == files[2]["sha256"]:
+            raise HostError("the line is cut")
+        return FileRegistry.read(weak, blob, start)
+
+    weak.read = breaking
+    with pytest.raises(HostError, match="the line is cut"):
+        pulled()
+    del weak.read
+    kept = store.incoming(record) / files[0]["sha256"]
+    kept.write_bytes(b"x" + kept.read_bytes()[1:])
+    with pytest.raises(InputDataError, match=r"a\.npy from .*/shelf is damaged: its digest is another"):
+        pulled()
+    assert pulled() == (2 * LINK_FROM_BYTES, LINK_FROM_BYTES), "a again and c, and b was here"
+    assert not store.incoming(record).exists()
+
+    read: list[str] = []
+
+    def watch(path: Path, size: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        read.append(path.name)
+        return contextlib.nullcontext(lambda done: None)
+
+    remembered = digests.Digests(store.home / "digests.json", watch)
+    assert Store(store.home, digests=remembered).find(record) is not None
+    assert read == [], "their digests are remembered, though a link to each was removed"
 
 
 def test_an_engine_of_another_machine_is_refused_before_its_files(
