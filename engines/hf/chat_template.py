@@ -22,8 +22,11 @@ RAW = "pass --raw to send the text as it is"
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
-def read_template(tokenizer: Path) -> str | None:
-    """Read a tokenizer folder's chat template, from its own file or tokenizer_config.json; None if it has none."""
+def read_template(tokenizer: Path, *, tools: bool = False) -> str | None:
+    """Read a tokenizer folder's chat template, from its own file or tokenizer_config.json; None if it has none.
+
+    tools  whether for a chat with tools: of several templates it has the one called `tool_use`, as in transformers
+    """
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
         try:
@@ -38,23 +41,25 @@ def read_template(tokenizer: Path) -> str | None:
         template = named.get("default")
         if template is None:
             raise InputDataError(f"{tokenizer} has several chat templates and no default one", remedy=RAW)
+        if tools:
+            template = named.get("tool_use") or template
     if template is not None and not isinstance(template, str):
         raise InputDataError(f"the chat template of {tokenizer} is {kind_of(template)}", remedy=RAW)
     return template
 
 
 def require_template(tokenizer: Path) -> None:
-    """Raise InputDataError for a chat template that cannot be read. It is only parsed: compiling it, which computes its
-    constants, may take any time and memory."""
+    """Raise InputDataError for a chat template that cannot be read. Each is only parsed: compiling it, which computes
+    its constants, may take any time and memory."""
     remedy = "correct it, or remove it: the model is then served without chats"
     try:
-        template = read_template(tokenizer)
+        templates = {read_template(tokenizer, tools=tools) for tools in (False, True)}
     except InputDataError as error:
         raise InputDataError(error.what, why=error.why, remedy=remedy) from None
-    if template is None:
-        return
     try:
-        compile_template(tokenizer, template).parse()
+        for template in templates:
+            if template is not None:
+                compile_template(tokenizer, template).parse()
     except Exception as error:  # of a lexer, a parser, or the depth of its recursion
         line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
         raise InputDataError(

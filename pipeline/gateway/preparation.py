@@ -141,10 +141,11 @@ class Preparation:
         self._check_answers(asked, 1)
         text, tools = self._texts[served.name], asked.offered()
         rendered = _rendered(text, asked, tools)
-        reasoning = find_reasoning(text.template or "", rendered) if served.reasoning else None
+        template = text.templates[bool(tools)]
+        reasoning = find_reasoning(template or "", rendered) if served.reasoning else None
         use, guide = None, None
         if tools:
-            use, guide = asked.use(find_format(served.tool_format, text.template))
+            use, guide = asked.use(find_format(served.tool_format, template))
             rendered += FORMATS[use.format].prefix if use.required else ""
         # The template writes the special tokens itself.
         return [self._tokens(text, served, rendered, "messages", special=False)], use, reasoning, guide

@@ -58,8 +58,8 @@ def main(options: GatewayOptions, control: socket.socket) -> None:
     preparation = Preparation(options, texts)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for text in texts.values():
-        if text.apply_template is not None:
-            _compile(text.apply_template)
+        for template in text.compiled.values():
+            _compile(template)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
     control.sendall(b"\0")  # ready
     while True:

@@ -26,9 +26,11 @@ class Text:
         self.folder = folder
         require_template(folder)
         self.tokenizer, self.end_ids, self.pad_id, self.bos = read_text(folder)
-        template = read_template(folder)
-        self.template = template
-        self.apply_template = compile_template(folder, template) if template is not None else None
+        # By whether the chat has tools: some models have a template of its own for such chats.
+        self.templates = {tools: read_template(folder, tools=tools) for tools in (False, True)}
+        self.compiled = {
+            template: compile_template(folder, template) for template in self.templates.values() if template is not None
+        }
         path = folder / "generation_config.json"
         generation = read_json(path, "generation config") if path.is_file() else {}
         # As in other servers, the model's recommended values apply where the request gives none.
@@ -62,10 +64,11 @@ class Text:
 
         Raises Failure without a chat template, or when the template refuses the messages.
         """
-        if self.apply_template is None:
+        template = self.templates[tools is not None]
+        if template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            return self.apply_template(messages, settings, tools)
+            return self.compiled[template](messages, settings, tools)
         except InputDataError as error:
             why = quoted(error.why or "")
             raise wrong(f"the chat template refuses these messages: {why}", "messages") from None

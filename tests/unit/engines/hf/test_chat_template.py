@@ -92,9 +92,11 @@ def test_where_a_template_is_read_from(folder: Path) -> None:
     write(folder, chat_template="one")
     assert read_template(folder) == "one"
     write(folder, chat_template=[{"name": "rag", "template": "other"}, {"name": "default", "template": "two"}])
-    assert read_template(folder) == "two"
+    assert read_template(folder) == read_template(folder, tools=True) == "two"
+    write(folder, chat_template=[{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}])
+    assert (read_template(folder), read_template(folder, tools=True)) == ("two", "three")
     (folder / "chat_template.jinja").write_text("é", encoding="utf-8")
-    assert read_template(folder) == "é"  # the file of its own wins
+    assert read_template(folder) == read_template(folder, tools=True) == "é"  # the file of its own wins
 
 
 def test_a_folder_without_settings_has_no_template(tmp_path: Path) -> None:
@@ -142,6 +144,12 @@ def test_a_template_that_cannot_be_parsed_is_told_before_anybody_chats(tmp_path:
         require_template(tmp_path)
     assert str(caught.value).startswith(f"the chat template of {tmp_path} is not a Jinja template: {why}")
     assert caught.value.remedy == "correct it, or remove it: the model is then served without chats"
+
+
+def test_a_template_for_tools_is_parsed_too(folder: Path) -> None:
+    write(folder, chat_template=[{"name": "default", "template": "x"}, {"name": "tool_use", "template": "{% if %}"}])
+    with pytest.raises(InputDataError, match="line 1: Expected an expression"):
+        require_template(folder)
 
 
 def test_a_template_is_not_computed_before_a_chat(tmp_path: Path) -> None:

@@ -99,6 +99,30 @@ def test_a_tool_is_called_and_its_result_sent_back(folders: dict[str, Path], for
     run(script, folder, scenario)
 
 
+def test_a_model_with_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    """As Hermes 3: its default template knows no tools."""
+    folder = write_tool_model(tmp_path, "hermes")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [
+        {"name": "default", "template": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"},
+        {"name": "tool_use", "template": (folder / "chat_template.jinja").read_text()},
+    ]
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+
+    async def scenario(api: openai.AsyncOpenAI, triton: Triton) -> None:
+        answer = await api.chat.completions.create(model="llama", messages=QUESTION, tools=TOOLS)
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "get_time"
+        await api.chat.completions.create(model="llama", messages=QUESTION)
+        with_tools, without = (asked.prompt for asked in triton.asked)
+        assert without == tokens_of(folder, "<|user|>Weather?")
+        assert len(with_tools) > len(without)
+
+    run(saying(folder, call_text("hermes", "get_time")), folder, scenario)
+
+
 def test_a_call_is_streamed_as_openai_streams_it(folders: dict[str, Path]) -> None:
     said = f"A moment.\n{call_text('hermes', 'get_weather', city='Paris')}\n{call_text('hermes', 'get_time')}"
 
