@@ -42,6 +42,8 @@ def push(
       trtpipe push llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe push llama3-8b.h100.fp8 s3://bucket/models --only checkpoint
     """
+    import shlex
+
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
@@ -58,7 +60,7 @@ def push(
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
         f"{console.size(shipped.there)} was there",
-        f"next, elsewhere: trtpipe pull {target} {url}",
+        f"next, elsewhere: trtpipe pull {target} {shlex.quote(registry.url)}",
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.registry.base import Registry
@@ -13,6 +15,16 @@ EXAMPLES = {"oci": "oci://registry.example/team/engines", "hf": "hf://owner/name
 
 # A name with a dot or a port before the first slash, as in addresses of container registries.
 HOST = re.compile(r"[\w-]+((\.[\w-]+)+(:\d+)?|:\d+)/")
+
+
+def location(url: str) -> str:
+    """How an origin names the registry or file at this address: by the absolute path, or by the URL of another scheme
+    than file://."""
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme != "file":
+        return url
+    path = unquote(rest) if separator else os.path.expanduser(url)  # noqa: PTH111  # Path would take ./~ for ~
+    return str(Path(path).resolve())
 
 
 def open_registry(url: str) -> Registry:
@@ -27,7 +39,7 @@ def open_registry(url: str) -> Registry:
             raise UsageError(f"'{url}' is not an address", remedy="give for example s3://bucket/prefix, or a folder")
         from trtpipe.pipeline.registry.files import FileRegistry
 
-        return FileRegistry.open(Path(url).absolute().as_uri(), url)
+        return FileRegistry.at(location(url))
     if not rest.strip("/"):
         raise UsageError(
             f"{url} names no place", remedy=f"give for example {EXAMPLES.get(scheme, f'{scheme}://bucket/prefix')}"
@@ -46,4 +58,4 @@ def open_registry(url: str) -> Registry:
         return S3Registry.open(url)
     from trtpipe.pipeline.registry.files import FileRegistry
 
-    return FileRegistry.open(url, url)
+    return FileRegistry.at(location(url)) if scheme == "file" else FileRegistry.open(url)

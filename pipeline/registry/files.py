@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import glob
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -43,12 +44,19 @@ class FileRegistry:
         self._root = root.rstrip("/")
 
     @staticmethod
-    def open(address: str, url: str) -> FileRegistry:
+    def at(folder: str) -> FileRegistry:
+        """The registry in a folder of this machine, which need not exist."""
         import fsspec
 
-        scheme = address.partition("://")[0]
+        return FileRegistry(fsspec.filesystem("file", skip_instance_cache=True), folder, folder)
+
+    @staticmethod
+    def open(url: str) -> FileRegistry:
+        import fsspec
+
+        scheme = url.partition("://")[0]
         try:
-            system, root = fsspec.core.url_to_fs(address, skip_instance_cache=True)
+            system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         except ImportError as error:
             raise HostError(f"{scheme}:// is not installed", why=str(error), remedy=_remedy(scheme)) from None
         except ValueError as error:
@@ -162,7 +170,7 @@ class FileRegistry:
     def _sweep(self, place: str) -> None:
         """Remove partial files of this file that killed pushes have left; those of running pushes are younger."""
         old = datetime.datetime.now(datetime.timezone.utc) - LEFT
-        for partial in self._system.glob(f"{place}.*"):
+        for partial in self._system.glob(f"{glob.escape(place)}.*"):
             with contextlib.suppress(FileNotFoundError):
                 if self._system.modified(partial) < old:
                     self._system.rm(partial)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.json_input import read_bounded
+from trtpipe.pipeline.registry.address import location
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
 
@@ -21,7 +22,7 @@ MAX_ENVELOPE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Trust:
-    """Origins and public keys (PEM files) whose artefacts may be reused."""
+    """Origins, as the user gives them, and public keys (PEM files) whose artefacts may be reused."""
 
     origins: tuple[str, ...] = ()
     keys: tuple[Path, ...] = ()
@@ -30,9 +31,11 @@ class Trust:
         """An imported artefact of `record` that may be reused, and the reason to trust it."""
         if not self.origins and not self.keys:
             return None
+        # Version 0.1 named the folder of a registry as it was given.
+        origins = {*self.origins, *map(location, self.origins)}
         for artefact in store.imported(record):
             assert artefact.origin is not None
-            if artefact.origin.source in self.origins:
+            if artefact.origin.source in origins:
                 return artefact, "its origin is trusted by name"
             if self.keys and signed(artefact, makes, self.keys):
                 return artefact, "its provenance is signed by a trusted key"

@@ -160,6 +160,9 @@ def test_trust_is_given_by_name(honest: Store, wanted: BuildSpec, tmp_path: Path
     results = {one.stage: one for one in execute(wanted, store, Recorder(), trust=Trust(origins=(str(path),)))}
     assert results["convert"].reused
     assert results["convert"].reason == f"imported from {path}, not built here; its origin is trusted by name"
+    by_path = Trust(origins=("../out.tar",))
+    shutil.rmtree(store.home / "artefacts")
+    assert {one.stage: one for one in execute(wanted, store, Recorder(), trust=by_path)}["convert"].reused
     elsewhere = Trust(origins=(str(tmp_path / "other.tar"), "oci://registry.example/team"))
     assert not any(one.reused for one in execute(wanted, Store(tmp_path / "second"), Recorder(), trust=elsewhere))
 

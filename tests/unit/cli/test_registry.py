@@ -81,7 +81,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     [
         (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: `trtpipe ls` lists them"),
         (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
-        (("pull", "none", "shelf"), 2, "there is no folder shelf"),
+        (("pull", "none", "shelf"), 2, "shelf; check its path, or push a target to it first"),
         (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),
         (("provenance", "none"), 2, "there is no target 'none' in ./runs"),
         (("verify-provenance", "none"), 2, "there is no target 'none' in ./runs"),

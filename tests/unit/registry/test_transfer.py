@@ -501,8 +501,31 @@ def test_a_pipe_in_a_folder_is_not_waited_for(made: Store, tmp_path: Path, place
         transfer.pull(TARGET, open_registry(str(shelf)), Store(tmp_path / "elsewhere"))
 
 
+@pytest.mark.parametrize("name", ["my models", "ä", "a#b", "a%20b", "a::b", "a[b]*?"])
+def test_a_folder_of_any_name(made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = set(tmp_path.iterdir())
+    sent = transfer.push(TARGET, open_registry(str(tmp_path / name)), made)
+    assert set(tmp_path.iterdir()) - before == {tmp_path / name}
+    assert [path.name for path in (tmp_path / name / "targets").iterdir()] == [f"{TARGET}.json"]
+    store = elsewhere(tmp_path, monkeypatch)
+    for address in (f"../{name}", (tmp_path / name).as_uri(), str(tmp_path / name)):
+        assert [found.target for found in transfer.search(open_registry(address))] == [TARGET]
+        got = transfer.pull(TARGET, open_registry(address), store)
+        # By each of its addresses it is one origin.
+        assert {origin.source for origin in RunFolder.of(TARGET).origins().values()} == {str(tmp_path / name)}
+        assert (got.moved, got.there) in ((sent.moved, 0), (0, sent.moved))
+    assert got.moved == 0
+
+
+def test_folders_of_the_user(in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `registry` of config.toml names them, which no shell has read."""
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert open_registry("~/models").url == str(tmp_path / "me" / "models")
+    assert open_registry("./~").url == str(in_folder / "~")
+
+
 def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
-    shelf = tmp_path / "shelf"
+    shelf = tmp_path / "shelf [1]*"
     transfer.push(TARGET, open_registry(str(shelf)), made)
     blob = max((shelf / "blobs").iterdir(), key=lambda file: file.stat().st_size)
     blob.unlink()
