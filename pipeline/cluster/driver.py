@@ -26,6 +26,7 @@ from trtpipe.pipeline.cluster.work import Answer, Order, Tell, artefact, run_sta
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.matrix import Outcome, failure, require_distinct
 from trtpipe.pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
+from trtpipe.pipeline.sources.calibration import absolute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.manifest import Record
@@ -136,7 +137,7 @@ class Cluster:
         if found is not None:
             self._offer(found)
             return result(reused=True, reason="same inputs and settings", artefact=found)
-        if isinstance(stage.settings(spec), (FolderSource, GgufSource)):
+        if stage.local or isinstance(stage.settings(spec), (FolderSource, GgufSource)):
             # Only this machine has these files.
             made = satisfy(stage, spec, inputs, last, store=self._store, reporter=reporter)
             self._offer(made.artefact)
@@ -153,7 +154,7 @@ class Cluster:
                 flying.set_exception(error)
         answer = flying.result()
         if answer.error is not None:
-            raise _error(*answer.error)
+            raise _error(answer.node, *answer.error)
         here = artefact(answer, self._store, self._exchange)
         if not mine:
             return result(reused=True, reason="made for another target", artefact=here)
@@ -169,7 +170,7 @@ class Cluster:
             )
         order = Order(
             trtpipe=__version__,
-            spec=spec.to_json(),
+            spec=_portable(spec),
             stage=stage.name,
             inputs={name: dataclasses.asdict(one.manifest.record) for name, one in inputs.items()},
             contents={name: one.manifest.content for name, one in inputs.items()},
@@ -287,8 +288,20 @@ def _listens(address: str) -> bool:
     return True
 
 
-def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
-    """An error of a remote machine as a local exception."""
+def _portable(spec: BuildSpec) -> dict[str, Any]:
+    """The spec as JSON, its files by absolute paths: a worker's working folder is another one."""
+    told = spec.to_json()
+    settings = dict(told["settings"])
+    if "calibration" in settings:
+        settings["calibration"] = {**settings["calibration"], "data": absolute(spec.calibration.data)}
+    if spec.tasks:
+        settings["tasks"] = [str(Path(file).absolute()) for file in spec.tasks]
+    return {**told, "settings": settings}
+
+
+def _error(node: str, kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
+    """An error of the machine `node` as a local exception."""
+    what = what if what.startswith(f"{node} ") else f"on {node}: {what}"
     found = hardware.GpuAbsent if kind == "GpuAbsent" else getattr(trtpipe.engines.errors, kind, HostError)
     made: TrtpipeError = found(what, why=why, remedy=remedy)
     return made

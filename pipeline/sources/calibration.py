@@ -59,6 +59,12 @@ def digest(data: str, digests: Digests) -> str:
     return known.sha256 or f"{known.repo_id}@{known.revision}:{','.join(known.files)}:{known.field}"
 
 
+def absolute(data: str) -> str:
+    """The same data in any working folder. Raises UsageError."""
+    known = _find(data)
+    return str(known.absolute()) if isinstance(known, Path) else data
+
+
 def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32]:
     """[samples, seq_len] token ids of the data for the model in folder `model`.
 

@@ -39,6 +39,7 @@ class Adapters(Stage):
     makes = "adapters"
     version = 1
     travels = True
+    local = True
 
     def applies(self, spec: BuildSpec) -> bool:
         return bool(spec.adapters)

@@ -62,6 +62,7 @@ class Stage(ABC):
     makes     name of its artefact, in the run folder and for the stages that read it
     version   raised by hand when the output for the same input changes
     travels   whether `export` and `push` may carry its artefact: only data does, never code
+    local     whether it reads folders that the settings name, which only the machine of the command may have
     failures  file of configs/failures that explains its log when it fails; None where there is none
     """
 
@@ -69,6 +70,7 @@ class Stage(ABC):
     makes: ClassVar[str]
     version: int
     travels: ClassVar[bool] = False
+    local: ClassVar[bool] = False
     failures: ClassVar[Where | None] = None
 
     def applies(self, spec: BuildSpec) -> bool:

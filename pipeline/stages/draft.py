@@ -17,6 +17,7 @@ class Draft(Stage):
     makes = "draft"
     version = 1
     travels = True
+    local = True
 
     def applies(self, spec: BuildSpec) -> bool:
         return spec.build.speculative_model is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.adapters import write_adapter
 from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
 from tests.support.nvidia_smi import A100, H100
@@ -115,6 +116,33 @@ def test_a_target_is_built_where_its_card_is(built: Built, in_folder: Path) -> N
     assert outcome.error is None
     assert [stage for _, stage, kind, _ in told if kind == "begins"] == ["tokenizer", "convert", "build", "package"]
     assert read_passport(Path("runs") / outcome.spec.target / "engine").made["gpu"] == "NVIDIA A100-SXM4-80GB"
+
+
+def test_what_the_settings_name_is_read_on_the_machine_of_the_command(built: Built, in_folder: Path) -> None:
+    model = hf_folder(in_folder / "tiny", seed=9)
+    adapter = write_adapter(in_folder / "fr", model, rank=4)
+    ((outcome,), told) = built(plan(model, gpu="a100", dtype="fp16", lora={"fr": str(adapter)}))
+    assert outcome.error is None
+    assert [stage for _, stage, kind, _ in told if kind == "begins"] == ["tokenizer", "convert", "build", "package"]
+    assert (Path("runs") / outcome.spec.target / "adapters").is_dir()
+    # Other files by paths that hold in any working folder.
+    (in_folder / "text.jsonl").write_text("{}")
+    quantized = plan(model, "calibration.data=text.jsonl", gpu="h100", dtype="fp8", tasks=["task.yaml"])
+    order = driver._portable(quantized)
+    assert order["settings"]["calibration"]["data"] == str(in_folder / "text.jsonl")
+    assert order["settings"]["tasks"] == [str(in_folder / "task.yaml")]
+    assert quantized.settings["calibration"]["data"] == "text.jsonl"
+    shipped = driver._portable(plan(model, "calibration.data=demo", gpu="h100", dtype="fp8"))
+    assert shipped["settings"]["calibration"]["data"] == "demo"
+
+
+def test_an_error_of_another_machine_names_it() -> None:
+    error = driver._error("gpu-7", "UsageError", "no text '/x'", "it is neither a file nor a data set", "give another")
+    assert (type(error), str(error)) == (
+        UsageError, "on gpu-7: no text '/x': it is neither a file nor a data set; give another",
+    )  # fmt: skip
+    error = driver._error("gpu-7", "HostError", "gpu-7 does not see /x", "", "mount it")
+    assert str(error) == "gpu-7 does not see /x; mount it"
 
 
 @pytest.mark.slow
