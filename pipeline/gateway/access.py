@@ -27,21 +27,30 @@ def check_files(keys: Path | None, certificate: Path | None, key: Path | None) -
 
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
     """Digests of the API keys in `file` (one a line, # for comments) and the environment. Raises InputDataError."""
-    keys = _lines(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"))
+    keys = _keys(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"), KEYS_VARIABLE)
     if file is not None:
         try:
-            own = _lines(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise _unreadable(f"the API keys in {file}", error) from None
+        own = _keys(text, str(file))
         if not own:
             raise InputDataError(f"{file} holds no API key", remedy="write one key a line")
         keys += own
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
-def _lines(text: str) -> list[str]:
+def _keys(text: str, place: str) -> list[str]:
+    """The keys in the lines of `text`. Raises InputDataError, which names `place` and quotes no key."""
     lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not all(key.isascii() for key in keys):
+        raise InputDataError(
+            f"an API key in {place} has a letter outside ASCII",
+            why="clients send a key in an HTTP header, and differ in how they write such a letter",
+            remedy="choose a key of ASCII letters and digits",
+        )
+    return keys
 
 
 def _check_certificate(certificate: Path, key: Path) -> None:

@@ -181,7 +181,22 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (await client.get("/version")).status_code == 401
         assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 401
 
+    async def first_key(client: httpx.AsyncClient, triton: Triton) -> None:
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer first-key"})).status_code == 200
+
     ask(saying(folder, "x"), folder, scenario, api_keys_file=keys)
+    # As Windows' editor writes it.
+    keys.write_bytes("\ufefffirst-key\r\n# für uns\r\n".encode())
+    ask(saying(folder, "x"), folder, first_key, api_keys_file=keys)
+    keys.write_text("first-key\nschlüssel\n")
+    keyed = options(folder, api_keys_file=keys)
+    with pytest.raises(InputDataError, match="has a letter outside ASCII") as refused:
+        build(keyed, SharedCounters(), fork_server(keyed), most_connections=10)
+    assert "schl" not in str(refused.value)
+    monkeypatch.setenv("TRTPIPE_API_KEYS", "third,schlüssel")
+    with pytest.raises(InputDataError, match="an API key in TRTPIPE_API_KEYS has a letter outside ASCII"):
+        build(options(folder), SharedCounters(), fork_server(keyed), most_connections=10)
+    monkeypatch.delenv("TRTPIPE_API_KEYS")
     (tmp_path / "none").write_text("# nothing\n")
     for file in (tmp_path / "none", tmp_path / "absent"):
         keyed = options(folder, api_keys_file=file)
