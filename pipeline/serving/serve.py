@@ -8,21 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.gateway.options import GatewayOptions
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.traces import traces_url
 from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.serving import (
@@ -291,11 +291,26 @@ def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True)
     linked.mkdir(exist_ok=True)
     stale = list(linked.iterdir())
-    wanted: dict[str, Path] = {}
+    _link(_models_of(served, folder), folder)
+    for left in stale:
+        shutil.rmtree(left)
+    return models
+
+
+def _models_of(served: Sequence[Served], folder: Path) -> dict[str, Path]:
+    """New folders of the models in `folder`/linked, by name, with the adapters that were added to the models that are
+    served now. Raises ArtefactRefused for one that a new engine does not take."""
+    out: dict[str, Path] = {}
     for one in served:
-        wanted |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=linked)))
+        out |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=folder / "linked")))
     for one in served:
-        adapters.keep_added(models / one.model(ENGINE_MODEL), wanted[one.model(ENGINE_MODEL)], folder)
+        adapters.keep_added(folder / "models" / one.model(ENGINE_MODEL), out[one.model(ENGINE_MODEL)], folder)
+    return out
+
+
+def _link(wanted: Mapping[str, Path], folder: Path) -> None:
+    """Let `folder`/models hold links to these folders by these names, and nothing else."""
+    models = folder / "models"
     for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
@@ -304,9 +319,6 @@ def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
         partial.unlink(missing_ok=True)
         partial.symlink_to(path)
         partial.replace(models / name)
-    for left in stale:
-        shutil.rmtree(left)
-    return models
 
 
 def reload(
@@ -316,8 +328,9 @@ def reload(
     that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
     loaded.
 
-    Raises ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not
-    load: the server then keeps what it has.
+    Raises InputDataError for a repository that would not load, ArtefactRefused for an engine of another kind,
+    StageFailed with the server's message when a model does not load: the server then keeps what it has, and so it does
+    at a Ctrl-C.
     """
     server = find_running(store, name)
     if server.native:
@@ -333,24 +346,62 @@ def reload(
         if one.name in fresh:
             compatibility.require_trusted(one.name, fresh[one.name].folder, store, allow_code=allow_model_code)
             _require_same_kind(one, fresh[one.name].folder)
+            place = called(fresh[one.name].name, fresh[one.name].folder)
+            faults = check_repository(fresh[one.name].folder)
+            require_sound(place, faults, remedy=f"run `trtpipe check {place}` for all")
     served = tuple(
         replace(one, repository=now.folder, source=now.source, imported=imports(now))
         if (now := fresh.get(one.name)) else one
         for one in server.served
     )  # fmt: skip
-    passports = [check_passport(one.name, one.repository) for one in served]
-    models = gateway_models(served, passports, store.home / "servers" / server.name / "models")
-    lay_out_models(served, store.home / "servers" / server.name)
     renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]
-    for one in loaded:
-        names = [one.model(model) for model in model_names(one.repository)]
-        model_control.load_models(server.endpoints, names, server.log)
-        smoke(renewed, one)
+    folder = store.home / "servers" / server.name
+    stale = list((folder / "linked").iterdir())
+    _load_instead(server, renewed, loaded, folder)
     remember(store, renewed)
-    if renewed.gateway_pid is not None and gateway_process.alive(renewed.gateway_pid):
-        gateway_process.reload(renewed.gateway_pid, models, _gateway_log(renewed))
+    for left in stale:
+        shutil.rmtree(left)
     return renewed, loaded
+
+
+def _load_instead(server: Server, renewed: Server, loaded: Sequence[Served], folder: Path) -> None:
+    """Load the models of `loaded`, part of `renewed`, into a running server, and let its gateway serve them. Raises
+    StageFailed, or the gateway's error; the server is as before then, and after an interrupt too."""
+    gateway, asked = server.gateway_pid, False
+    models = _gateway_models(renewed, folder)
+    before = {link.name: link.readlink() for link in (folder / "models").iterdir()}
+    wanted = _models_of(renewed.served, folder)
+    changed: list[str] = []
+    try:
+        _link(wanted, folder)
+        for one in loaded:
+            names = [one.model(name) for name in model_names(one.repository)]
+            changed += names  # at once: the load of an ensemble loads its parts
+            for name in names:
+                try:
+                    model_control.load_models(server.endpoints, [name], server.log)
+                except StageFailed:
+                    changed.remove(name)  # it goes on as it was
+                    raise
+            smoke(renewed, one)
+        if gateway is not None and gateway_process.alive(gateway):
+            asked = True
+            gateway_process.reload(gateway, models, _gateway_log(server))
+    except BaseException as error:
+        _link(before, folder)
+        again = [name for name in changed if name in before]
+        for name in again:
+            os.utime(before[name] / "1")  # Triton loads only what is newer than what it has
+        model_control.load_models(server.endpoints, again, server.log)
+        if gateway is not None and asked and not isinstance(error, TrtpipeError):  # it may take the new models yet
+            gateway_process.reload(gateway, _gateway_models(server, folder), _gateway_log(server))
+        raise
+
+
+def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:
+    passports = [check_passport(one.name, one.repository) for one in server.served]
+    return gateway_models(server.served, passports, folder / "models")
 
 
 def _source(served: Served) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
     def models() -> list[str]:
         return [one["id"] for one in httpx.get(f"{served.openai}/v1/models", timeout=60).json()["data"]]
 
+    def prompt_tokens() -> int:
+        answer = served.generate(text_input="Hello", max_tokens=1, return_num_input_tokens=True)
+        return int(answer["num_input_tokens"])
+
     here = ("--server", TARGET)
     build("{{ m.content }}", 96)
     served = serve(TARGET)
@@ -66,6 +72,12 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         assert "the new engine was built without adapters, and '" in cli.run("reload", *here).err
         build("{{ m.content }}", 64, "--lora", f"small={adapter}")
         cli.ok("lora", "remove", "wide", *here)
+        recorded, tokens = cli.ok("ps", "--json").out, prompt_tokens()
+        refused = cli.run("reload", str(with_an_engine_that_does_not_load(cli, tmp_path)), *here)
+        assert (refused.status, "tensorrt_llm does not load" in refused.err) == (5, True), refused.err
+        assert models() == [TARGET, f"{TARGET}:first", f"{TARGET}:small"]
+        assert answered(f"{TARGET}:small") == answered(TARGET) == after
+        assert (cli.ok("ps", "--json").out, prompt_tokens()) == (recorded, tokens)
         cli.ok("reload", *here)
         assert models() == [TARGET, f"{TARGET}:small"]
         assert answered(f"{TARGET}:small") == before | {
@@ -74,3 +86,18 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         }
     finally:
         cli.kill_server(TARGET)
+
+
+def with_an_engine_that_does_not_load(cli: Cli, folder: Path) -> Path:
+    """A copy of the target's repository whose engine lacks layers, and whose tokenizer puts "xx" before a text."""
+    out = folder / "broken"
+    shutil.copytree(cli.folder / "runs" / TARGET / "repository", out)
+    engine, tokenizer = out / "tensorrt_llm/1/config.json", out / "preprocessing/1/tokenizer/tokenizer.json"
+    for path in (engine, tokenizer):
+        path.chmod(0o644)
+    config, settings = json.loads(engine.read_text()), json.loads(tokenizer.read_text())
+    config["pretrained_config"]["num_hidden_layers"] += 1
+    settings["normalizer"] = {"type": "Prepend", "prepend": "xx"}
+    engine.write_text(json.dumps(config))
+    tokenizer.write_text(json.dumps(settings))
+    return out
