@@ -26,7 +26,7 @@ def chat(
 ) -> None:
     """Talk with a served model.
 
-    Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. Where the input is no terminal, each line is a
+    Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. A question that is refused is forgotten. Where the input is no terminal, each line is a
     question, also one that begins with /.
 
     \b
@@ -34,13 +34,14 @@ def chat(
       trtpipe chat
       trtpipe chat --system "Answer in one word." < questions.txt
     """
-    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.errors import StageFailed, UsageError
     from trtpipe.engines.sampling import SamplingParams
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.net.api_key import api_key
+    from trtpipe.pipeline.net.api_key import KeyRefused, api_key
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
     from trtpipe.pipeline.serving.generate import check_options
+    from trtpipe.pipeline.serving.openai_client import ContextFull
 
     check_options(SamplingParams(temperature=temperature), max_tokens)
     found = servers.find_running(own_store(), server)
@@ -69,6 +70,10 @@ def chat(
             except KeyboardInterrupt:
                 if not interactive:
                     raise
+            except (UsageError, StageFailed) as error:
+                if not interactive or isinstance(error, KeyRefused):
+                    raise
+                console.error(f"{error}; /clear begins anew" if isinstance(error, ContextFull) else str(error))
 
 
 def _typed() -> Iterator[str]:

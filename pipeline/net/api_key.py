@@ -9,13 +9,17 @@ from trtpipe.engines.errors import UsageError
 VARIABLE = "TRTPIPE_API_KEY"
 
 
+class KeyRefused(UsageError):
+    """A server asks for a key, or for another one."""
+
+
 def api_key() -> str | None:
     """The key that requests have, None for none."""
     return os.environ.get(VARIABLE) or None
 
 
-def key_refused(server: str, *, given: bool) -> UsageError:
+def key_refused(server: str, *, given: bool) -> KeyRefused:
     """The error for a server's answer 401. `given`: whether the request had a key."""
     if given:
-        return UsageError(f"{server} does not accept the key", remedy=f"give another in {VARIABLE}")
-    return UsageError(f"{server} asks for a key", remedy=f"give it in {VARIABLE}")
+        return KeyRefused(f"{server} does not accept the key", remedy=f"give another in {VARIABLE}")
+    return KeyRefused(f"{server} asks for a key", remedy=f"give it in {VARIABLE}")

@@ -14,6 +14,10 @@ from trtpipe.pipeline.net.api_key import key_refused
 SILENCE_SECONDS = 120.0
 
 
+class ContextFull(UsageError):
+    """The prompt, with what may be answered, is longer than the model takes."""
+
+
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request that is not streamed. Raises as `events`."""
     import httpx
@@ -50,7 +54,9 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
             if reply.status_code == 401:
                 raise key_refused("the gateway", given=key is not None)
             if reply.status_code != 200:
-                raise refused(url, str(parse_json(reply.read())["error"]["message"]), reply.status_code)
+                error = parse_json(reply.read())["error"]
+                kind = ContextFull if error.get("code") == "context_length_exceeded" else None
+                raise refused(url, str(error["message"]), reply.status_code, kind)
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     event = parse_json(line.removeprefix("data: "))
@@ -79,7 +85,8 @@ def _gone(url: str, error: Exception) -> HostError:
     return HostError(f"{url} does not answer", why=why, remedy=remedy)
 
 
-def refused(server: str, message: str, status: int) -> TrtpipeError:
-    """The error for an answer of this HTTP status: a request that is refused for what it asks was a wrong one."""
-    kind = UsageError if 400 <= status < 500 and status != 429 else StageFailed
-    return kind(f"{server} refused the request", why=message)
+def refused(server: str, message: str, status: int, kind: type[UsageError] | None = None) -> TrtpipeError:
+    """The error for an answer of this HTTP status: a request that is refused for what it asks was a wrong one, of a
+    narrower `kind` if it is known."""
+    wrong = 400 <= status < 500 and status != 429
+    return ((kind or UsageError) if wrong else StageFailed)(f"{server} refused the request", why=message)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Outcome, Run, remember, rows
-from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.serving import model_control, ports, triton_package, tritonserver
@@ -357,6 +360,50 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
     assert len(whys) - len(left) == starts
     assert len(ended) == starts - ready
     assert len(notes) == starts - 1
+
+
+@pytest.mark.parametrize(
+    ("terminal", "asked", "status"),
+    [(True, ["one", "long", "busy", "two", "gone"], 4), (False, ["one", "long"], 2)],
+)
+def test_a_question_that_is_refused_ends_no_chat_in_a_terminal(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, *, terminal: bool, asked: list[str], status: int
+) -> None:
+    from trtpipe.pipeline.cli import chat
+    from trtpipe.pipeline.serving.chat import Conversation
+    from trtpipe.pipeline.serving.openai_client import ContextFull
+
+    lines = ["one", "long", "busy", "two", "gone", "three"]
+    failures: dict[str, TrtpipeError] = {
+        "long": ContextFull("it is refused", why="60 tokens"),
+        "busy": StageFailed("it is refused", why="the server is full"),
+        "gone": HostError("it does not answer"),
+    }
+    heard = []
+
+    def ask(talk: Conversation, text: str) -> Iterator[str]:
+        heard.append(text)
+        if text in failures:
+            raise failures[text]
+        yield f"to {text}"
+
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(Conversation, "ask", ask)
+    monkeypatch.setattr(chat, "_typed", lambda: iter(lines))
+    typed = io.StringIO("\n".join(lines))
+    monkeypatch.setattr(sys, "stdin", typed)
+    for stream in (typed, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    remember(store, "a", gateway_url="http://127.0.0.1:4")
+    done = run("chat")
+    assert (heard, done.status) == (asked, status)
+    if terminal:
+        assert done.out == "to one\nto two\n"
+        assert done.err.splitlines()[1:] == [
+            "error: it is refused: 60 tokens; /clear begins anew",
+            "error: it is refused: the server is full",
+            "error: it does not answer",
+        ]
 
 
 def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

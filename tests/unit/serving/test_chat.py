@@ -12,7 +12,9 @@ import pytest
 
 from tests.support.gateways import Triton, ask, end_fork_servers, saying, tokens_of, until, write_model
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
+from trtpipe.pipeline.net.api_key import KeyRefused
 from trtpipe.pipeline.serving.chat import Conversation, usual_temperature
+from trtpipe.pipeline.serving.openai_client import ContextFull
 
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
@@ -84,11 +86,11 @@ def test_what_the_gateway_refuses_is_told_and_forgotten(folder: Path, tmp_path: 
                 await asyncio.to_thread(list, talk.ask("x" * 40))
             return str(caught.value)
 
-        assert "TRTPIPE_API_KEY" in await refusal(conversation(client), UsageError)
+        assert "TRTPIPE_API_KEY" in await refusal(conversation(client), KeyRefused)
         assert "temperature" in await refusal(conversation(client, key="key", temperature=9), UsageError)
-        assert "this model takes 60" in await refusal(conversation(client, key="key"), UsageError)
+        assert "this model takes 60" in await refusal(conversation(client, key="key"), ContextFull)
         talk = conversation(client, key="key", max_tokens=1)
-        assert "this model takes 60" in await refusal(talk, UsageError)
+        assert "this model takes 60" in await refusal(talk, ContextFull)
         await asyncio.to_thread(list, talk.ask("y"))
         assert triton.asked[0].prompt == tokens_of(folder, "<s>[system]be brief[user]y")
 
