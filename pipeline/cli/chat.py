@@ -26,7 +26,7 @@ def chat(
 ) -> None:
     """Talk with a served model.
 
-    Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. A question that is refused is forgotten. Where the input is no terminal, each line is a
+    Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. Where the input is no terminal, each line is a
     question, also one that begins with /.
 
     \b
