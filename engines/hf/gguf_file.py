@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.gguf_tokenizer import BYTE_LEVEL
 from trtpipe.engines.sizes import LARGEST, excess
 
 # Versions that the library reads, and architecture names of a dense Llama.
 VERSIONS = (2, 3)
 ARCHITECTURES = ("llama", "mistral")
+
+# Remedy for a model of which the library would read a part.
+_OTHERWISE = "give the folder of the model's safetensors"
 # A Llama has some 30 keys; the longest arrays are the vocabulary and its merges.
 MOST_KEYS, MOST_ITEMS, MOST_STRING = 10_000, 1 << 20, 1 << 20
 MOST_TENSORS = 20 * LARGEST["num_hidden_layers"]
@@ -48,6 +52,8 @@ def check_gguf(path: Path) -> None:
     if elements * LEAST_BITS / 8 > header.size:
         raise header.damaged(f"its tensors have {elements:,} elements, in a file of {header.size:,} bytes")
     _check_llama(path, keys, tensors)
+    _check_rotary(path, keys)
+    _check_tokenizer(path, keys)
 
 
 class _Header:
@@ -116,7 +122,8 @@ class _Header:
 
 
 def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
-    """Raise GgufError for a missing tensor or a wrong shape: the library would invent its values."""
+    """Raise GgufError for a missing tensor or a wrong shape: the library would invent its values. And for a tensor
+    more: the library would leave it out."""
     kind = keys.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise GgufError(f"{path} describes a {kind}", why="GGUF files of Llama and Mistral alone are read")
@@ -155,3 +162,35 @@ def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int,
     table = tensors.get("token_embd.weight", ())
     if len(table) != 2 or table[0] != hidden:
         raise GgufError(f"{path} has no usable tensor 'token_embd.weight'", why=f"{kind}.embedding_length is {hidden}")
+    extra = sorted(tensors.keys() - wanted.keys() - {"token_embd.weight", "output.weight"})
+    if extra:
+        # `rope_freqs.weight` holds the rotary scaling of Llama 3.1 and newer.
+        raise GgufError(
+            f"tensor '{extra[0]}' in {path} is none that is read from a GGUF file",
+            why="the model would be another without it",
+            remedy=_OTHERWISE,
+        )
+
+
+def _check_rotary(path: Path, keys: dict[str, Any]) -> None:
+    """Raise GgufError for scaled rotary positions, which the library does not read."""
+    kind = f"{keys['general.architecture']}.rope"
+    scaling = keys.get(f"{kind}.scaling.type", "linear")
+    factor = keys.get(f"{kind}.scaling.factor", keys.get(f"{kind}.scale_linear", 1))
+    if scaling != "none" and not (scaling == "linear" and factor in (0, 1)):
+        raise GgufError(
+            f"{path} scales its rotary positions ({scaling}, factor {factor})",
+            why="no scaling is read from a GGUF file",
+            remedy=_OTHERWISE,
+        )
+
+
+def _check_tokenizer(path: Path, keys: dict[str, Any]) -> None:
+    """Raise GgufError for a byte-level tokenizer whose rule is not known: the library takes GPT-2's for all."""
+    kind, pre = keys.get("tokenizer.ggml.model", "llama"), keys.get("tokenizer.ggml.pre")
+    if kind != "llama" and not (kind == "gpt2" and pre in BYTE_LEVEL):
+        raise GgufError(
+            f"{path} has a tokenizer that is not read here (model {kind}, pre {pre})",
+            why=f"of byte-level tokenizers {' and '.join(BYTE_LEVEL)} are read",
+            remedy=_OTHERWISE,
+        )

@@ -3,7 +3,7 @@
 Its argument is `{"gguf": FILE, "out": FOLDER}`; it needs torch, transformers and gguf.
 
 The worker corrects two things: it writes rotary settings in both forms, because older readers know only
-`rope_theta`; and it sets SmolLM's digit-by-digit pre-tokenizer, which the file names and transformers ignores.
+`rope_theta`; and it has the tokenizer split a text, begin it and end it as the file says, which transformers ignores.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.hf.gguf_tokenizer import BYTE_LEVEL
 from trtpipe.engines.json_input import load_json
 from trtpipe.engines.process import Progress, serve_worker
 
-# `tokenizer.ggml.pre` -> its pre-tokenizer in the form of tokenizer.json
-PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        ],
-    },
-}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
@@ -50,7 +41,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
     _write_both_rope_spellings(out / "config.json")
-    _restore_pre_tokenizer(source, out / "tokenizer.json")
+    _correct_tokenizer(source, out)
 
 
 def _report_reading(source: Path, progress: Progress) -> None:
@@ -81,17 +72,40 @@ def _write_both_rope_spellings(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _restore_pre_tokenizer(source: Path, path: Path) -> None:
+def _correct_tokenizer(source: Path, out: Path) -> None:
+    """Write the split, the BOS token before a text and the EOS token into the tokenizer's two files."""
     import gguf
 
-    field = gguf.GGUFReader(str(source)).get_field("tokenizer.ggml.pre")
-    name = field.contents() if field is not None else None
-    if name not in PRE_TOKENIZERS:
-        return
-    tokenizer = load_json(path)
-    tokenizer["pre_tokenizer"] = PRE_TOKENIZERS[name]
-    tokenizer["decoder"] = BYTE_LEVEL
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    reader = gguf.GGUFReader(str(source))
+
+    def value(name: str, otherwise: Any = None) -> Any:
+        field = reader.get_field(f"tokenizer.ggml.{name}")
+        return otherwise if field is None else field.contents()
+
+    def text(number: int) -> str:
+        return str(reader.get_field("tokenizer.ggml.tokens").contents(number))  # type: ignore[union-attr]
+
+    tokenizer, settings = (load_json(out / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    level = BYTE_LEVEL[value("pre")] if value("model") == "gpt2" else None
+    if level is not None:
+        tokenizer.update(pre_tokenizer=level.pre_tokenizer, decoder=DECODER)
+        tokenizer["model"]["ignore_merges"] = level.ignore_merges
+    bos, eos = value("bos_token_id"), value("eos_token_id")
+    if bos is not None and value("add_bos_token", level is None or level.bos):
+        tokenizer["post_processor"] = _begin(bos, text(bos))
+    if eos is not None:
+        settings.update(eos_token=text(eos), eos_token_id=eos)
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    settings_text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (out / "tokenizer_config.json").write_text(settings_text, encoding="utf-8")
+
+
+def _begin(number: int, token: str) -> dict[str, Any]:
+    """A post-processor of tokenizer.json that puts a token before each text."""
+    first, second = ([{"SpecialToken": {"id": token, "type_id": n}}, {"Sequence": {"id": name, "type_id": n}}]
+                     for n, name in enumerate("AB"))  # fmt: skip
+    special = {token: {"id": token, "ids": [number], "tokens": [token]}}
+    return {"type": "TemplateProcessing", "single": first, "pair": [*first, *second], "special_tokens": special}
 
 
 if __name__ == "__main__":

@@ -97,21 +97,87 @@ def test_rotary_settings_are_written_in_both_spellings(tmp_path: Path) -> None:
     assert read_model_config(tmp_path) == before
 
 
-@pytest.mark.parametrize(("pre", "restored"), [("smollm", True), ("llama-bpe", False), (None, False)])
-def test_smollms_digits_are_restored(tmp_path: Path, pre: str | None, restored: bool) -> None:
+def tokenizer_file(path: Path, model: str, pre: str | None, tokens: list[str], **keys: bool) -> Path:
+    """A GGUF file of the keys of a tokenizer whose first tokens are BOS and EOS."""
     import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, value in keys.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
+        write()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("smollm", "it's 12345", ["it", "'s", "Ġ", "1", "2", "3", "4", "5"]),
+        ("llama-bpe", "it's 12345", ["it", "'s", "Ġ", "123", "45"]),
+        ("llama-bpe", "IT'S  (a)\n\n b", ["IT", "'S", "Ġ", "Ġ(", "a", ")ĊĊ", "Ġb"]),
+        ("llama-bpe", "1,5 \n\tx  ", ["1", ",", "5", "ĠĊ", "ĉx", "ĠĠ"]),
+    ],
+)
+def test_a_text_is_split_as_the_file_says(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
     from tokenizers import Tokenizer
 
     folder = hf_folder(tmp_path / "made")
-    source = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(source, "llama")
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    gguf_import._restore_pre_tokenizer(source, folder / "tokenizer.json")
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    source = tokenizer_file(tmp_path / "model.gguf", "gpt2", pre, sorted(tokens, key=lambda name: tokens[name]))
+    gguf_import._correct_tokenizer(source, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 123")]
-    assert pieces == (["a", "Ġ", "1", "2", "3"] if restored else ["a", "Ġ123"])
-    assert tokenizer.decode(tokenizer.encode("a 123").ids) == "a 123"
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_a_piece_that_is_a_token_stays_it_in_llama_3(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    ids = {}
+    for pre in ("smollm", "llama-bpe"):
+        folder = hf_folder(tmp_path / pre)
+        raw = json.loads((folder / "tokenizer.json").read_text())
+        raw["model"]["vocab"]["abc"] = 258  # no merges make it
+        (folder / "tokenizer.json").write_text(json.dumps(raw))
+        source = tokenizer_file(tmp_path / "model.gguf", "gpt2", pre, list(raw["model"]["vocab"]))
+        gguf_import._correct_tokenizer(source, folder)
+        ids[pre] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("abc").ids
+    assert ids["llama-bpe"] == [0, 258]
+    assert len(ids["smollm"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "keys", "begins"),
+    [
+        ("llama", None, {}, True),
+        ("llama", None, {"add_bos_token": False}, False),
+        ("gpt2", "llama-bpe", {}, True),
+        ("gpt2", "llama-bpe", {"add_bos_token": False}, False),
+        ("gpt2", "smollm", {}, False),
+        ("gpt2", "smollm", {"add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_and_ends_with_the_tokens_of_the_file(
+    tmp_path: Path, model: str, pre: str | None, keys: dict[str, bool], begins: bool
+) -> None:
+    from tokenizers import Tokenizer
+
+    folder = hf_folder(tmp_path / "made")
+    # As transformers writes it.
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<s>"}')
+    source = tokenizer_file(tmp_path / "model.gguf", model, pre, ["<s>", "</s>"], **keys)
+    gguf_import._correct_tokenizer(source, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("a").tokens == (["<s>", "a"] if begins else ["a"])
+    assert tokenizer.encode("a", "b").type_ids == ([0, 0, 1, 1] if begins else [0, 1])
+    assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == {
+        "bos_token": "<s>", "eos_token": "</s>", "eos_token_id": 1,
+    }  # fmt: skip

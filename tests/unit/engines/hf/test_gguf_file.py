@@ -24,9 +24,8 @@ def refused(path: Path, data: bytes) -> str:
 
 def test_a_sound_file_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    more = {"output.weight": (32, 2), "rope_freqs.weight": (4,), "blk.0.attn_q.bias": (32,)}
     keys = {**GGUF_KEYS, "llama.attention.key_length": 8}
-    for data in (gguf_bytes(), gguf_bytes(keys, {**gguf_tensors(), **more})):
+    for data in (gguf_bytes(), gguf_bytes(keys, {**gguf_tensors(), "output.weight": (32, 2)})):
         path.write_bytes(data)
         check_gguf(path)
 
@@ -90,6 +89,61 @@ def test_a_library_s_file_passes(tmp_path: Path) -> None:
 )
 def test_keys_that_the_tensors_do_not_bear_out(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     assert refused(tmp_path / "a.gguf", gguf_bytes({**GGUF_KEYS, **keys})) == message
+
+
+FOLDER = "give the folder of the model's safetensors"
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.2.attn_norm.weight", "x"])
+def test_a_tensor_that_would_be_left_out(tmp_path: Path, name: str) -> None:
+    assert refused(tmp_path / "a.gguf", gguf_bytes(tensors={**gguf_tensors(), name: (4,)})) == (
+        f"tensor '{name}' in FILE is none that is read from a GGUF file: the model would be another without it; "
+        f"{FOLDER}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4}, "linear, factor 4"),
+        ({"scaling.factor": 4}, "linear, factor 4"),
+        ({"scale_linear": 8}, "linear, factor 8"),
+        ({"scaling.type": "yarn", "scaling.factor": 1}, "yarn, factor 1"),
+        ({"scaling.type": "longrope"}, "longrope, factor 1"),
+    ],
+)
+def test_a_rotary_scaling_that_would_be_lost(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    given = {**GGUF_KEYS, **{f"llama.rope.{name}": value for name, value in keys.items()}}
+    assert refused(tmp_path / "a.gguf", gguf_bytes(given)) == (
+        f"FILE scales its rotary positions ({told}): no scaling is read from a GGUF file; {FOLDER}"
+    )
+
+
+@pytest.mark.parametrize(
+    "keys", [{"scale_linear": 1}, {"scaling.factor": 0}, {"scaling.type": "none", "scaling.factor": 8}]
+)
+def test_a_scaling_that_is_none_passes(tmp_path: Path, keys: dict[str, Any]) -> None:
+    given = {**GGUF_KEYS, **{f"llama.rope.{name}": value for name, value in keys.items()}}
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(given))
+    check_gguf(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("model", "pre"), [("gpt2", "qwen2"), ("gpt2", "default"), ("gpt2", None), ("bert", "llama-bpe")]
+)
+def test_a_tokenizer_whose_rule_is_not_known(tmp_path: Path, model: str, pre: str | None) -> None:
+    keys = {**GGUF_KEYS, "tokenizer.ggml.model": model, **({} if pre is None else {"tokenizer.ggml.pre": pre})}
+    assert refused(tmp_path / "a.gguf", gguf_bytes(keys)) == (
+        f"FILE has a tokenizer that is not read here (model {model}, pre {pre}): of byte-level tokenizers smollm and "
+        f"llama-bpe are read; {FOLDER}"
+    )
+
+
+@pytest.mark.parametrize(("model", "pre"), [("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("llama", "default")])
+def test_a_tokenizer_that_is_read_passes(tmp_path: Path, model: str, pre: str) -> None:
+    keys = {**GGUF_KEYS, "tokenizer.ggml.model": model, "tokenizer.ggml.pre": pre}
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(keys))
+    check_gguf(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize(
