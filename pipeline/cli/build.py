@@ -273,8 +273,10 @@ def export(
         path = bundle.pack(target, own_store(), place, progress, sign_key=sign_key)
     if as_json:
         console.result_json({"file": path, "bytes": path.stat().st_size})
-    else:
-        console.result(f"next, on {where}: trtpipe build --from {path.name}")
+        return
+    if run.path.name != spec.target:
+        console.result(f"{path.name} holds the target {spec.target}")
+    console.result(f"next, on {where}: trtpipe build --from {path.name}")
 
 
 def import_(

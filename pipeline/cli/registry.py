@@ -50,7 +50,7 @@ def push(
     from trtpipe.pipeline.run_folder import require_run
 
     wanted, url = transfer.choose(only), _url(url)
-    target = require_run(target).path.name
+    require_run(target)
     registry = open_registry(url)
     with console_progress.working("push", target) as progress:
         shipped = transfer.push(target, registry, own_store(), wanted, progress, sign_key=sign_key)
@@ -60,7 +60,7 @@ def push(
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
         f"{console.size(shipped.there)} was there",
-        f"next, elsewhere: trtpipe pull {target} {shlex.quote(registry.url)}",
+        f"next, elsewhere: trtpipe pull {shipped.target} {shlex.quote(registry.url)}",
     )
 
 

@@ -43,7 +43,7 @@ Index = dict[str, Any]
 def describe(
     target: str, store: Store, wanted: Collection[str], *, verify: bool = False, sign_key: Path | None = None
 ) -> tuple[Index, dict[str, Artefact]]:
-    """The index of a target in ./runs, and its artefacts among `wanted`, by what their stages make.
+    """The index of a target, and its artefacts among `wanted`, by what their stages make.
 
     verify    hash every file again
     sign_key  private key (PEM) that signs the index's provenance
@@ -53,12 +53,12 @@ def describe(
     from trtpipe.pipeline.registry.index_schema import NAME
 
     run = require_run(target)
-    if not re.fullmatch(NAME, run.path.name):
+    spec = run.spec()
+    if not re.fullmatch(NAME, spec.target):
         raise UsageError(
-            f"'{run.path.name}' cannot be the name of what is carried elsewhere",
+            f"'{spec.target}' cannot be the name of what is carried elsewhere",
             remedy="build it from a folder or a link whose name has letters, digits, '.', '_', '+' and '-' alone",
         )
-    spec = run.spec()
     made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(spec) if stage.makes in wanted}
     if "engine" in made:
         passport = read_passport(made["engine"].path)
@@ -68,7 +68,7 @@ def describe(
     index = {
         "format": FORMAT,
         "trtpipe": __version__,
-        "target": run.path.name,
+        "target": spec.target,  # the folder may have another name; what arrives is put into runs/<spec.target>
         "model": spec.model.to_json(),
         "settings": spec.settings,
         "passport": passport.to_json(),

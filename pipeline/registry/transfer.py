@@ -81,7 +81,8 @@ def push(
     progress: Progress = lambda done, total: None, *, sign_key: Path | None = None,
 ) -> Shipped:  # fmt: skip
     """Push a target, file by file, its index last: what serving takes, or the artefacts `wanted`. Files that are there
-    are not sent again; the registry's other artefacts of this very build stay.
+    are not sent again; the registry's other artefacts of this very build stay. A run folder of another name is
+    published under the name that the target's settings give it.
 
     Every file is hashed first. Raises as `describe` and the registry do, and UsageError for an artefact it lacks.
     """
@@ -103,8 +104,9 @@ def push(
         else:
             registry.put(blob, path, counter.add)
     _keep_others(index, registry)
-    registry.publish(target, index, list({Blob(file["sha256"], file["size"]): None for file in files_of(index)}))
-    return Shipped(target=target, artefacts=tuple(made), moved=counter.total - there, there=there)
+    name = index["target"]
+    registry.publish(name, index, list({Blob(file["sha256"], file["size"]): None for file in files_of(index)}))
+    return Shipped(target=name, artefacts=tuple(made), moved=counter.total - there, there=there)
 
 
 def pull(

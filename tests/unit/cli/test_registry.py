@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -74,6 +75,35 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     (Path("runs") / "tiny.cpu.bf16" / "provenance.json").unlink()
     refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
     assert refused.error() == "no statement has come with tiny.cpu.bf16; give the signed one with --statement"
+
+
+def test_a_run_folder_of_another_name_or_place(run: Run, in_folder: Path, tmp_path: Path) -> None:
+    model, shelf = hf_folder(in_folder / "tiny"), str(tmp_path / "shelf")
+    build = ("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "bf16", *SETTINGS)
+    run(*build)
+    Path("runs").rename("other")
+    hf_folder(model, seed=1)
+    run(*build)
+    # The one at that path, not the one in ./runs.
+    for target in ("other/tiny.cpu.bf16", "tiny.cpu.bf16"):
+        done = run("push", target, shelf)
+        assert done.out.endswith(f"next, elsewhere: trtpipe pull tiny.cpu.bf16 {shelf}\n")
+        index = json.loads(Path(shelf, "targets", "tiny.cpu.bf16.json").read_text())
+        weights = Path(target if "/" in target else f"runs/{target}", "engine", "rank0.safetensors").read_bytes()
+        assert hashlib.sha256(weights).hexdigest() in [
+            file["sha256"] for file in index["artefacts"]["engine"]["files"]
+        ]  # fmt: skip
+
+    Path("runs", "tiny.cpu.bf16").rename(Path("runs", "mine"))
+    assert "trtpipe pull tiny.cpu.bf16 " in run("push", "mine", shelf).out
+    assert [path.name for path in Path(shelf, "targets").iterdir()] == ["tiny.cpu.bf16.json"]
+    assert run("pull", "tiny.cpu.bf16", shelf).status == 0
+    assert run("export", "mine").out == (
+        "mine.tar holds the target tiny.cpu.bf16\nnext, on another machine: trtpipe build --from mine.tar\n"
+    )
+    shutil.rmtree(Path("runs", "tiny.cpu.bf16"))
+    done = run("build", "--from", "mine.tar")
+    assert (done.status, Path("runs", "tiny.cpu.bf16", "engine").is_dir()) == (0, True), done.err
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,12 @@ def test_a_full_disk_is_that_of_the_export(
 def test_a_name_that_an_index_refuses_is_not_exported(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     """As of targets that were built before such names were refused."""
     spec, store = made
-    Path("runs", spec.target).rename(Path("runs", "a b"))
-    with pytest.raises(UsageError, match="'a b' cannot be the name of what is carried elsewhere"):
-        export.pack("a b", store, tmp_path / "x.tar")
+    told = Path("runs", spec.target, "plan.json")
+    recorded = json.loads(told.read_text())
+    recorded["model"]["name"] = "a b"
+    told.write_text(json.dumps(recorded))
+    with pytest.raises(UsageError, match=r"'a b\.h100\.bf16' cannot be the name of what is carried elsewhere"):
+        export.pack(spec.target, store, tmp_path / "x.tar")
     assert not (tmp_path / "x.tar").exists()
 
 
