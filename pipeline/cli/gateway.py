@@ -96,17 +96,19 @@ def gateway(
         timeout_s=timeout, linger_s=linger, drain_s=drain, traces_url=traces_url(otlp_endpoint),
     )  # fmt: skip
     access.check(options)
-    if not _answers(triton):
+    exposed = launch_options.gateway_exposure(options)
+    if exposed is not None:
+        console.note(exposed)
+    if not _answers(options.upstream()):
         console.note(f"nothing answers at {triton} yet: requests fail until a Triton does; --triton names another")
     supervisor.serve(options, ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"))
 
 
-def _answers(address: str) -> bool:
+def _answers(address: tuple[str, int]) -> bool:
     import socket
 
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-    except (OSError, ValueError):
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
         return False
     return True

@@ -191,12 +191,23 @@ def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: b
 
     keyed  whether the gateway asks for one
     """
-    if options.host == "localhost" or options.host.startswith("127."):
+    if _is_loopback(options.host):
         return None
     triton = "its port" if options.front == "native" else "HTTP, gRPC and metrics"
     ports = triton + ("" if keyed or gateway is None else ", and the gateway")
     advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
     return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
+
+
+def gateway_exposure(gateway: GatewayOptions) -> str | None:
+    """The same warning of a gateway alone."""
+    if _is_loopback(gateway.host) or access.read_keys(gateway.api_keys_file):
+        return None
+    return f"warning: whoever reaches {gateway.host} can use the gateway: it asks for no key; pass --api-keys-file"
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def gateway_options(

@@ -272,6 +272,34 @@ def test_a_server_whose_gateway_and_watchdog_have_ended_is_called_so(
     assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
 
 
+@pytest.mark.loopback
+def test_a_gateway_alone_tells_who_reaches_it_and_whether_its_triton_answers(
+    build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from trtpipe.pipeline.gateway import supervisor
+
+    monkeypatch.setattr(supervisor, "serve", lambda options, ready: None)
+    assert build(model).status == 0
+    (tmp_path / "keys").write_text("key\n")
+    open_to_all = "warning: whoever reaches 0.0.0.0 can use the gateway: it asks for no key; pass --api-keys-file\n"
+
+    def told(triton: str, *more: object) -> str:
+        done = run("gateway", "tiny.cpu.fp32", "--triton", triton, *more)
+        assert done.status == 0, done.err
+        return done.err
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert told(f"grpc://{address}/", "--host", "0.0.0.0") == open_to_all
+        assert told(address, "--host", "0.0.0.0", "--api-keys-file", tmp_path / "keys") == ""
+        assert told(address, "--host", "::1") == ""
+    assert told(address) == (
+        f"nothing answers at {address} yet: requests fail until a Triton does; --triton names another\n"
+    )
+
+
 def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run: Run) -> None:
     from tests.unit.engines.test_passport import passport, target
 
