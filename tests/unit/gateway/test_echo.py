@@ -76,7 +76,7 @@ def test_log_probabilities_of_prompts_as_lm_eval_asks_for_them(folder: Path) -> 
 def test_a_recommended_penalty_does_not_keep_prompts_from_being_scored(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 0], "repetition_penalty": 1.1}))
-    greedy = {"temperature": 0, "max_tokens": 1}
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 1}
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         fields = {"model": "llama", "prompt": "ab", "logprobs": 1, "echo": True, "seed": 1234, **greedy}
