@@ -146,12 +146,16 @@ def no_tokenizer(where: str) -> InputDataError:
     )
 
 
-def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
-    weight_map = read_json(index_path, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_NAMES).get(
-        "weight_map"
-    )
+def read_index(path: Path) -> dict[str, str]:
+    """Read an index of shards: the name of each tensor -> its file. Raises InputDataError."""
+    weight_map = read_json(path, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_NAMES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise InputDataError(f"{index_path} has no usable weight_map", remedy="download the model again")
+        raise InputDataError(f"{path} has no usable weight_map", remedy="download the model again")
+    return weight_map
+
+
+def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
+    weight_map = read_index(index_path)
     located: dict[str, LocatedTensor] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or shard in ("", "..") or len(shard) > MOST_NAME_LENGTH:

@@ -11,13 +11,21 @@ import fnmatch
 import functools
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from trtpipe.engines.files import FULL
-from trtpipe.engines.hf.folder import DETAILS, INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, no_tokenizer
+from trtpipe.engines.hf.folder import (
+    DETAILS,
+    INDEX_NAME,
+    MOST_INDEX_BYTES,
+    SINGLE_NAME,
+    TOKENIZER_FILES,
+    no_tokenizer,
+    read_index,
+)
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
@@ -73,7 +81,9 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
     with _explained(repo_id, commit):
         files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
         _require_usable(repo_id, [file.rfilename for file in files])
-        return {file.rfilename: file.size for file in files if file.size is not None and _wanted(file.rfilename)}
+    sizes = {file.rfilename: file.size for file in files if file.size is not None}
+    shards = _other_shards(repo_id, commit, sizes)
+    return {name: size for name, size in sizes.items() if _wanted(name) or name in shards}
 
 
 def fetch_config(repo_id: str, commit: str) -> Path:
@@ -102,7 +112,7 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
     A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
     """
     sizes = file_sizes(repo_id, commit)
-    folder = _fetch(repo_id, commit, list(WANTED), progress, sum(sizes.values()) if sizes else None)
+    folder = _fetch(repo_id, commit, [*WANTED, *sizes], progress, sum(sizes.values()) if sizes else None)
     for name, size in sizes.items():
         _require_size(folder / name, size, repo_id)
     return folder
@@ -160,6 +170,15 @@ def download_data(repo_id: str, commit: str, name: str) -> Path:
 
 def _wanted(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in WANTED)
+
+
+def _other_shards(repo_id: str, commit: str, names: Collection[str]) -> set[str]:
+    """Of the files `names` those that the index names, and that do not have the usual names of shards."""
+    others = {name for name in names if name.endswith(".safetensors") and not _wanted(name)}
+    if INDEX_NAME not in names or not others:
+        return set()
+    folder = _fetch(repo_id, commit, [INDEX_NAME], _ignore, MOST_INDEX_BYTES)
+    return others & set(read_index(folder / INDEX_NAME).values())
 
 
 def _require_size(path: Path, size: int, repo_id: str) -> None:

@@ -20,6 +20,7 @@ from tqdm import TMonitor
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Hub, serving
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.hf.folder import INDEX_NAME, locate_tensors
 from trtpipe.pipeline.sources import hub
 
 pytestmark = pytest.mark.loopback
@@ -119,6 +120,21 @@ def test_shards_are_all_taken(server: Hub, tmp_path: Path) -> None:
     commit = server.add(REPO, {path.name: path.read_bytes() for path in made.iterdir()})
     folder = hub.download(REPO, commit, ignore)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in made.iterdir())
+
+
+def test_shards_of_other_names_are_taken_too(server: Hub, tmp_path: Path) -> None:
+    content = {path.name: path.read_bytes() for path in hf_folder(tmp_path / "sharded", shards=3).iterdir()}
+    # Two of the three; the others keep their names.
+    for number in (1, 2):
+        name = f"model-{number:05d}-of-00003.safetensors"
+        content[f"pytorch_{name}"] = content.pop(name)
+        content[INDEX_NAME] = content[INDEX_NAME].replace(name.encode(), f"pytorch_{name}".encode())
+    others = {"consolidated.safetensors": b"not for us", "mtp/model-extra.safetensors": b"neither"}
+    commit = server.add(REPO, {**content, **others})
+    assert sorted(hub.file_sizes(REPO, commit)) == sorted(content)
+    folder = hub.download(REPO, commit, ignore)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(content)
+    assert len(locate_tensors(folder)) == 21
 
 
 def test_a_second_download_transfers_nothing(server: Hub, files: dict[str, bytes]) -> None:
