@@ -26,7 +26,7 @@ from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store
 
 # Blocks of 128 and tiles of 64 divide it.
-EVEN = {"hidden_size": 256, "intermediate_size": 256}
+EVEN: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 CALIBRATION = ("calibration.data=demo", "calibration.samples=4", "calibration.seq_len=32")
 DENSE: dict[str, Any] = {}
 # Precisions that calibrate, and that no TensorRT-LLM checkpoint holds.

@@ -159,7 +159,7 @@ def test_biases_that_a_checkpoint_has_no_place_for_are_found(tmp_path: Path) -> 
     ],
 )
 def test_another_attention_window_is_found(tmp_path: Path, windows: list[int] | None, found: list[str]) -> None:
-    family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    family: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     source = hf_folder(tmp_path / "hf", sliding_window=16, **family)
     made = checkpoint(source, tmp_path / "out")
     set_config(made, runtime_defaults=windows and {"max_attention_window": windows})
