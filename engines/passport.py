@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines import find_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import ArtefactRefused
@@ -40,7 +41,7 @@ class Passport:
     toolchain   release of TensorRT-LLM, None where it is not used; `image` is the release's container
     versions    versions that determine the engine's bytes
     dtype       element type of what is not quantized
-    rank_bytes  bytes of the largest rank's weights: the least memory of a GPU
+    rank_bytes  bytes of the largest rank's weights; of all weights where the loader splits them (see `gpu_bytes`)
     checkpoint  content digest of the checkpoint
     made        where it was built: image digest, GPU product, driver
     accuracy    of a quantized checkpoint: its measurements against the original, and whether a failure was accepted
@@ -71,6 +72,13 @@ class Passport:
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of a rank's weights: the least memory of a GPU."""
+        backend = find_backend(self.runtime)
+        split = backend is not None and backend.FORM == "hf"
+        return -(-self.rank_bytes // self.world_size) if split else self.rank_bytes
 
     def target(self) -> str:
         return self.gpu if self.sm is None else f"{self.gpu} (SM{self.sm})"
@@ -196,10 +204,10 @@ def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str | None = N
         out.append(f"it is for {passport.target()}, and this machine has {here}")
     elif len(same) < passport.world_size:
         out.append(f"it has {passport.world_size} ranks, and this machine has {len(same)} GPU(s) that run it")
-    large = [gpu for gpu in same if gpu.total_mib * 2**20 > passport.rank_bytes]
+    large = [gpu for gpu in same if gpu.total_mib * 2**20 > passport.gpu_bytes]
     if len(same) >= passport.world_size > len(large):
         held = max(gpu.total_mib for gpu in same) / 1024
-        out.append(f"a rank's weights take {passport.rank_bytes / 2**30:.1f} GiB, and the GPU has {held:.1f}")
+        out.append(f"a rank's weights take {passport.gpu_bytes / 2**30:.1f} GiB, and the GPU has {held:.1f}")
     driver = gpus[0].driver
     if floor and version_key(driver) < version_key(floor):
         out.append(f"TensorRT-LLM {passport.toolchain} needs driver {floor}, and this machine has {driver}")

@@ -163,9 +163,9 @@ def _require_gpu(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> None
             why="pods find their nodes by the label nvidia.com/gpu.product",
             remedy=f"give it with --set product=NAME, or as `product:` in $TRTPIPE_HOME/gpus/{gpu.name}.yaml",
         )
-    if gpu.memory_gib is not None and passport.rank_bytes >= gpu.memory_gib * 2**30:
+    if gpu.memory_gib is not None and passport.gpu_bytes >= gpu.memory_gib * 2**30:
         raise ArtefactRefused(
-            f"a rank's weights take {passport.rank_bytes / 2**30:.1f} GiB, and {gpu.name} has {gpu.memory_gib:g}",
+            f"a rank's weights take {passport.gpu_bytes / 2**30:.1f} GiB, and {gpu.name} has {gpu.memory_gib:g}",
             remedy="build with a larger tp_size",
         )
 

@@ -188,13 +188,13 @@ def _resources(target: Target) -> dict[str, Any]:
     passport, config, placement = target.passport, target.config, target.placement
     # The reference runtime holds all ranks in one process, computes in float32, and keeps its cache beside them.
     ranks = 3 * passport.world_size if target.gpu.is_cpu else placement.ranks
-    memory = f"{math.ceil((ranks * passport.rank_bytes + BASE_BYTES) / GIB)}Gi"
+    memory = f"{math.ceil((ranks * passport.gpu_bytes + BASE_BYTES) / GIB)}Gi"
     requests: dict[str, Any] = {
         "cpu": Lifted("resources.cpu", str(config.cpus * placement.ranks)),
         "memory": Lifted("resources.memory", config.memory or memory),
     }
     if config.model_image is not None:
-        requests["ephemeral-storage"] = f"{math.ceil(passport.rank_bytes * passport.world_size * 1.1 / GIB) + 2}Gi"
+        requests["ephemeral-storage"] = f"{math.ceil(passport.gpu_bytes * passport.world_size * 1.1 / GIB) + 2}Gi"
     if target.gpu.is_cpu:
         return {"requests": requests}
     resource = f"nvidia.com/mig-{target.gpu.mig}" if target.gpu.mig else GPU

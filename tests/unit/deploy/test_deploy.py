@@ -698,6 +698,20 @@ def test_the_same_kind_of_gpu_under_another_name_will_do() -> None:
     assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
 
 
+@pytest.mark.parametrize("runtime", ["vllm", "trtllm_pytorch"])
+def test_a_folder_that_the_loader_splits_needs_gpus_for_a_share_each(runtime: str) -> None:
+    passport = engine(4, runtime=runtime, rank_bytes=132 * GIB)
+    given = {"name": "x", "image": OURS, "model_image": "models"}
+    made = manifests(plan(passport, find_gpu("h100"), Case(passport, settings=given).config()))
+    pod = read(to_yaml(made["base/deployment.yaml"]))["spec"]["template"]["spec"]
+    requests = pod["containers"][0]["resources"]["requests"]
+    # All weights and 8 GiB; all weights, a tenth and 2 GiB.
+    assert (requests["memory"], requests["ephemeral-storage"]) == ("140Gi", "148Gi")
+    alone = engine(runtime=runtime, rank_bytes=132 * GIB)
+    with pytest.raises(ArtefactRefused, match=r"weights take 132\.0 GiB, and h100 has 80"):
+        plan(alone, find_gpu("h100"), Case(alone, settings=given).config())
+
+
 def test_a_gpu_without_a_product_name_needs_one() -> None:
     unknown = dataclasses.replace(find_gpu("h100"), name="h100-new", product="")
     with pytest.raises(UsageError, match=r"name of h100-new is not known: .*; give it with --set product=NAME, or as"):

@@ -101,6 +101,23 @@ def test_an_engine_runs_on_its_own_kind_of_gpu_alone(
     assert objections(passport(**changes), gpus, floor=find_toolchain(None).driver) == expected
 
 
+@pytest.mark.parametrize(("runtime", "ranks"), [("vllm", 4), ("trtllm_pytorch", 4), ("vllm", 2)])
+def test_the_loader_of_a_hugging_face_folder_splits_its_weights(runtime: str, ranks: int) -> None:
+    # What such a passport states is the size of the folder.
+    made = passport(runtime=runtime, tp_size=ranks, toolchain=None, rank_bytes=131 * GIB + 2)
+    machine = [gpu()] * ranks
+    assert objections(made, machine) == []
+    small = [gpu(gib=24)] * ranks
+    share = {2: "65.5", 4: "32.8"}[ranks]
+    assert objections(made, small) == [f"a rank's weights take {share} GiB, and the GPU has 24.0"]
+
+
+def test_weights_of_a_rank() -> None:
+    stated = {"rank_bytes": 10, "tp_size": 2, "pp_size": 2}
+    runtimes = ("reference", "tensorrt_llm", "trtllm_pytorch", "vllm", "of_another_version")
+    assert [passport(runtime=name, **stated).gpu_bytes for name in runtimes] == [10, 10, 3, 3, 10]
+
+
 def test_the_same_capability_on_another_product_is_worth_a_word() -> None:
     assert remarks(passport(), [gpu()]) == []
     assert remarks(passport(), [gpu("NVIDIA H200")]) == [

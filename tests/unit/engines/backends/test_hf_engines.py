@@ -179,7 +179,8 @@ def test_an_engine_is_the_folder_and_its_settings(
     released = runtime == "trtllm_pytorch"
     assert (passport.runtime, passport.toolchain) == (runtime, "1.2.1" if released else None)
     assert passport.sms == load_quant_recipes()["none"].sms, "nothing in it is compiled for one card"
-    assert passport.rank_bytes == (model / "model.safetensors").stat().st_size
+    size = (model / "model.safetensors").stat().st_size
+    assert (passport.rank_bytes, passport.gpu_bytes) == (size, size / 2), "the loader splits the file into the ranks"
     # One folder for every number of ranks.
     recorder = Recorder()
     execute(plan(model, gpu="h100", dtype="bf16", runtime=runtime), store, recorder)
