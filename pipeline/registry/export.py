@@ -31,7 +31,7 @@ from trtpipe.pipeline.registry.package import (
     receive,
     refuse_objects,
 )
-from trtpipe.pipeline.run_folder import find_run, require_run
+from trtpipe.pipeline.run_folder import RunFolder, find_run, require_run
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of, to_finish
 from trtpipe.pipeline.stages.base import Progress
@@ -112,12 +112,13 @@ def unpack(
                     remedy="export the target again where it was built",
                 )
             counter = Counter(sum(file["size"] for file in files_of(index)), progress)
-            artefacts = {
-                name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
-            }
+            with store.importing(RunFolder.of(spec.target).key):
+                artefacts = {
+                    name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
+                }
+                link(spec, artefacts, store, index["provenance"])
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # tarfile raises all of these
         raise InputDataError(f"{path} is not a whole export", why=str(error), remedy="copy it again") from None
-    link(spec, artefacts, store, index["provenance"])
     return Bundle(spec=spec, artefacts=artefacts)
 
 

@@ -33,7 +33,7 @@ from trtpipe.pipeline.registry.package import (
     refuse_settings,
 )
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, unwrapped
-from trtpipe.pipeline.run_folder import require_run
+from trtpipe.pipeline.run_folder import RunFolder, require_run
 from trtpipe.pipeline.stages import carried, to_serve
 from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.manifest import Origin, Record
@@ -141,13 +141,14 @@ def pull(
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
     inspections = {"engine": refuse_settings(spec, where), "adapters": refuse_objects(where)}
-    for name, entry in index["artefacts"].items():
-        folder = store.incoming(Record(**entry["record"]))
-        part = store.of(Origin(source=registry.url, content=entry["content"]))
-        inspect = inspections.get(name, lambda out: None)
-        artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
-        fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
-    link(spec, artefacts, store, index["provenance"])
+    with store.importing(RunFolder.of(spec.target).key):
+        for name, entry in index["artefacts"].items():
+            folder = store.incoming(Record(**entry["record"]))
+            part = store.of(Origin(source=registry.url, content=entry["content"]))
+            inspect = inspections.get(name, lambda out: None)
+            artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
+            fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
+        link(spec, artefacts, store, index["provenance"])
     return Shipped(
         target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there,
         arrived=Bundle(spec=spec, artefacts=artefacts),

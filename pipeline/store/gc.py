@@ -21,14 +21,17 @@ class Garbage:
 
 
 def find_garbage(store: Store, kept: Set[Path]) -> list[Garbage]:
-    """Removable folders of the store: all except `kept`, which are resolved paths."""
+    """Removable folders of the store: all except `kept`, which are resolved paths, and what is imported while a pull
+    or an import runs, whose run folder refers to nothing yet."""
     out = []
-    for folder in store.artefacts():
+    folders = list(store.artefacts())
+    importing = store.imports()  # after the list: what a later pull brings is not in it
+    for folder in folders:
         if folder.name.startswith("."):
             if store.being_made(folder):
                 continue
             out.append(Garbage(path=folder, reason="left by an interrupted run", size=_size(folder)))
-        elif folder.resolve() not in kept:
+        elif folder.resolve() not in kept and not (importing and folder.parents[1].name == "imported"):
             whole = read_manifest(folder / "manifest.json") is not None
             reason = "no run refers to it" if whole else "it has no readable manifest"
             out.append(Garbage(path=folder, reason=reason, size=_size(folder)))

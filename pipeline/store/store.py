@@ -162,6 +162,17 @@ class Store:
         finally:
             lock.release()
 
+    @contextlib.contextmanager
+    def importing(self, name: str) -> Iterator[None]:
+        """Hold a name while artefacts of a target arrive, one after another, and until its run folder refers to them.
+        Waits for another command that holds it."""
+        with self._lock(f"import-{name}"):
+            yield
+
+    def imports(self) -> bool:
+        """Whether some command holds a name by `importing`."""
+        return any(self.held(path.stem) for path in (self.home / "locks").glob("import-*.lock"))
+
     def held(self, name: str) -> bool:
         """Whether another command holds the name, by `alone`."""
         lock = self._lock(name)

@@ -28,6 +28,7 @@ from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.store.gc import find_garbage
 from trtpipe.pipeline.store.store import Store
 
 Edit = Callable[[dict[str, bytes]], object]
@@ -136,7 +137,9 @@ def test_it_is_finished_where_neither_model_nor_store_is(
     shutil.rmtree(store.home)
 
     elsewhere = Store(tmp_path / "elsewhere")
-    arrived = export.unpack(path, elsewhere)
+    garbage: list[object] = []
+    arrived = export.unpack(path, elsewhere, lambda *done: garbage.extend(find_garbage(elsewhere, set())))
+    assert garbage == [], "gc keeps what has arrived while an import runs"
     # But for where each value comes from.
     assert replace(arrived.spec, values=()) == replace(first, values=())
     assert {file.name: file.read_bytes() for file in arrived.artefacts["checkpoint"].path.iterdir()} == before

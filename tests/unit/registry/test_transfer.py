@@ -240,6 +240,37 @@ def test_what_broke_off_goes_on_where_it_was(
     assert not list((store.home / "incoming").iterdir())
 
 
+def test_gc_keeps_what_has_arrived_while_a_pull_runs(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf: Any = open_registry(str(tmp_path / "shelf"))
+    transfer.push(TARGET, shelf, made)
+    store = elsewhere(tmp_path, monkeypatch)
+    (engine,) = [
+        file["sha256"] for file in shelf.index(TARGET)["artefacts"]["engine"]["files"]
+        if file["path"] == "rank0.safetensors"
+    ]  # fmt: skip
+    seen: list[list[str]] = []
+
+    def garbage() -> list[str]:
+        return [f"{one.path.parent.name}: {one.reason}" for one in find_garbage(store, references(store))]
+
+    def breaking(blob: Blob, start: int = 0) -> Iterator[bytes]:
+        if blob.sha256 == engine:
+            seen.append(garbage())
+            raise HostError("the line is cut")
+        return FileRegistry.read(shelf, blob, start)
+
+    shelf.read = breaking
+    with pytest.raises(HostError, match="the line is cut"):
+        transfer.pull(TARGET, shelf, store)
+    assert seen == [[]]
+    assert garbage() == ["tokenizer: no run refers to it", "incoming: left by an interrupted pull"]
+    del shelf.read
+    transfer.pull(TARGET, shelf, store)
+    assert garbage() == []
+
+
 def test_a_file_that_had_arrived_is_verified_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "SETTLED_NS", 0)
     weak: Any = open_registry(str(tmp_path / "shelf"))
