@@ -21,7 +21,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.precision import FLOAT_NAMES, SHORT_NAMES, check_sm
-from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 # One GPU of each compute capability that has a file.
@@ -47,7 +47,13 @@ def formats() -> dict[str, tuple[DataType, Quantization]]:
     for one in recipes:
         if one.quant_algo is not None and one.kv_cache_quant_algo is None:
             rows[one.name] = DataType.BFLOAT16, one.quantization
-    cached = {f"KV cache {cache.value.lower()}": Quantization(kv_cache_quant_algo=cache) for cache in KvCacheQuantAlgo}
+    # Hugging Face folders have a quantized cache beside quantized weights alone.
+    cached = {
+        f"KV cache {cache.value.lower()}": Quantization(
+            quant_algo=None if cache is KvCacheQuantAlgo.INT8 else QuantAlgo.FP8, kv_cache_quant_algo=cache
+        )
+        for cache in KvCacheQuantAlgo
+    }
     return rows | {name: (DataType.BFLOAT16, quantization) for name, quantization in cached.items()}
 
 
