@@ -7,7 +7,9 @@ vLLM does not handle as TensorRT-LLM does is refused, never ignored.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +110,11 @@ class Runtime:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused for one that this engine can never run."""
         name = _name(request.id)
-        sampling = self._sampling(request)
+        with _refusals():
+            sampling = self._sampling(request)
         adapter = self._adapter(request.adapter) if request.adapter else None
-        try:
+        with _refusals("" if request.guide is None else "guided_decoding_guide: "):
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling, lora_request=adapter)
-        except Exception as error:
-            # vLLM has an error of its own for parameters that it does not take, which is no ValueError in each version.
-            if type(error).__name__ != "VLLMValidationError" and not isinstance(error, ValueError):
-                raise
-            mark = "" if request.guide is None else "guided_decoding_guide: "
-            raise RequestRefused(f"{mark}vLLM refuses it: {' '.join(str(error).split())}") from None
         self._running[name] = _Running(request, self._ends(request))
 
     def cancel(self, identity: Any) -> None:
@@ -242,7 +239,7 @@ class Runtime:
             frequency_penalty=asked.frequency_penalty or 0.0,
             # A guide may allow the end alone.
             min_tokens=0 if request.guide is not None else asked.min_tokens or 0,
-            seed=asked.seed or 0,
+            seed=(asked.seed or 0) % 2**63,  # vLLM keeps it in 64 bits with a sign, and fails in a step otherwise
             ignore_eos=True,  # the request's end_id ends generation, not the model's
             stop_token_ids=self._ends(request) or None,
             structured_outputs=None if request.guide is None else _structured(request.guide),
@@ -252,6 +249,18 @@ class Runtime:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+
+@contextlib.contextmanager
+def _refusals(mark: str = "") -> Iterator[None]:
+    """Turn vLLM's refusal of a request into RequestRefused, whose text begins with `mark`."""
+    try:
+        yield
+    except Exception as error:
+        # vLLM has an error of its own for parameters that it does not take, which is no ValueError in each version.
+        if type(error).__name__ != "VLLMValidationError" and not isinstance(error, ValueError):
+            raise
+        raise RequestRefused(f"{mark}vLLM refuses it: {' '.join(str(error).split())}") from None
 
 
 class _Running:
@@ -284,6 +293,9 @@ class _Running:
         finish: Finish | None = None
         if part.finish_reason == "length":
             finish = "length"
+        elif part.finish_reason not in (None, "stop"):
+            refusal = f"vLLM ended the request with '{part.finish_reason}'; its log says more"
+            return Output(id=self._request.id, tokens=[], finish="refused", refusal=refusal)
         elif part.finish_reason is not None:
             finish = "end_id"
             if tokens and tokens[-1] in self._ends:
@@ -291,13 +303,13 @@ class _Running:
         log_probs = []
         if self._request.return_log_probs:
             log_probs = [float(row[token].logprob) for row, token in zip(part.logprobs, tokens, strict=False)]
-            self._sum += sum(log_probs)
         for index, token in enumerate(tokens):
             self._tokens.append(token)
             if self._ends_in_a_stop_word():
                 tokens, log_probs = tokens[: index + 1], log_probs[: index + 1]
                 self.stopped, finish = finish is None, "stop_words"
                 break
+        self._sum += sum(log_probs)
         return Output(id=self._request.id, tokens=tokens, log_probs=log_probs, cum_log_prob=self._sum, finish=finish)
 
     def prompt(self, entries: list[dict[int, Any] | None]) -> tuple[FloatArray, IntArray]:

@@ -261,6 +261,7 @@ def test_sampling_follows_its_seed(served: Served, expected: list[list[int]]) ->
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
     assert sampled(3, runtime_top_k=1) == expected[1]
+    assert sampled(2**64 - 1) == sampled(2**63 - 1)  # OpenAI's seed of -1
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,8 @@ def test_sampling_follows_its_seed(served: Served, expected: list[list[int]]) ->
         ({"bad_words_list": [[5], [1]]}, "bad_words is not supported by the vllm runtime"),
         ({"return_context_logits": True}, "return_context_logits is not supported by the vllm runtime"),
         ({"return_generation_logits": True}, "return_generation_logits is not supported by the vllm runtime"),
+        ({"min_tokens": NEW + 1}, "vLLM refuses it: "),
+        ({"temperature": -1.0, "runtime_top_k": 5}, "vLLM refuses it: "),
         ({"request_output_len": 180}, "20 prompt tokens and max_tokens 180 exceed max_seq_len 192"),
     ],
 )

@@ -1,0 +1,65 @@
+"""vLLM's replies and refusals as those of the engine process; tests/e2e/test_vllm.py runs vLLM itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trtpipe.engines.engine_process.request import Request, RequestRefused
+from trtpipe.engines.engine_process.vllm_runtime import Runtime, _refusals, _Running
+from trtpipe.engines.sampling import SamplingParams
+
+
+class VLLMValidationError(Exception):
+    """As vLLM 0.32 has it: no ValueError, as it was before."""
+
+
+def request(**changes: Any) -> Request:
+    return Request(id=(0, 1), prompt=(7, 8), max_tokens=8, sampling=SamplingParams(), **changes)
+
+
+def reply(tokens: list[int], finish: str | None = None) -> Any:
+    log_probs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason=finish, logprobs=log_probs)])
+
+
+def test_sampling_that_vllm_does_not_take_is_refused_and_ends_nothing() -> None:
+    runtime: Any = object.__new__(Runtime)
+
+    def sampling(asked: Request) -> None:
+        raise VLLMValidationError("min_tokens must be less than\nor equal to max_tokens=5")
+
+    runtime._sampling = sampling
+    with pytest.raises(RequestRefused) as caught:
+        runtime.submit(request())
+    assert str(caught.value) == "vLLM refuses it: min_tokens must be less than or equal to max_tokens=5"
+
+
+def test_only_refusals_are_taken_for_such() -> None:
+    with (
+        pytest.raises(RequestRefused, match=r"^guided_decoding_guide: vLLM refuses it: no$"),
+        _refusals("guided_decoding_guide: "),
+    ):
+        raise ValueError("no")
+    with pytest.raises(RuntimeError), _refusals():
+        raise RuntimeError
+    with pytest.raises(RequestRefused, match=r"^as it is$"), _refusals("mark: "):
+        raise RequestRefused("as it is")
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_an_answer_that_vllm_gives_up_is_not_told_as_complete(reason: str) -> None:
+    running = _Running(request(), [])
+    assert running.take(reply([3])).tokens == [3]
+    ended = running.take(reply([4], reason))
+    assert (ended.finish, ended.tokens) == ("refused", [])
+    assert ended.refusal == f"vLLM ended the request with '{reason}'; its log says more"
+
+
+def test_tokens_behind_a_stop_word_are_not_in_the_sum_of_log_probabilities() -> None:
+    running = _Running(request(stop_words=((5,),), return_log_probs=True), [])
+    output = running.take(reply([3, 5, 6, 7]))
+    assert (output.tokens, output.log_probs, output.cum_log_prob) == ([3, 5], [-3.0, -5.0], -8.0)
+    assert output.finish == "stop_words"
