@@ -76,8 +76,9 @@ def pull(
 ) -> None:
     """Pull a target from a registry into ./runs.
 
-    Every file is verified; an interrupted pull is continued. The repository is made here, from the engine and the
-    tokenizer: no code and no configuration is taken.
+    What it takes to serve the target is pulled, unless --only says otherwise, or all of it where the registry has no
+    engine. Every file is verified; an interrupted pull is continued. The repository is made here, from the engine and
+    the tokenizer: no code and no configuration is taken.
 
     \b
     Examples:

@@ -113,8 +113,8 @@ def pull(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None, *, any_machine: bool = False,
     trust_keys: Sequence[Path] = (), progress: Progress = lambda done, total: None,
 ) -> Shipped:  # fmt: skip
-    """Pull a target into the store, apart from what is made here, with a run folder: all of its artefacts, or those in
-    `wanted`.
+    """Pull a target into the store, apart from what is made here, with a run folder: what serving takes, all of it
+    where the registry has no engine, or the artefacts `wanted`.
 
     An engine that this machine cannot run is refused before its files are requested, unless `any_machine`. Every file
     is verified. What an interrupted pull has received of an artefact is kept, and verified again by the next one.
@@ -126,6 +126,8 @@ def pull(
     index = read_index(target, registry, trust_keys)
     where = f"{target} at {registry.url}"
     spec = planned(index, where)
+    if wanted is None and "engine" in index["artefacts"]:
+        wanted = [name for name in index["artefacts"] if name in to_serve(spec)]
     missing = [name for name in wanted or () if name not in index["artefacts"]]
     if missing:
         raise UsageError(

@@ -175,24 +175,31 @@ def test_a_file_of_two_artefacts_is_counted_once(
     # The reference engine's weights are those of its checkpoint.
     sent = transfer.push(TARGET, registry(), made, ("checkpoint", "engine"))
     store = elsewhere(tmp_path, monkeypatch)
-    got = transfer.pull(TARGET, registry(), store)
+    got = transfer.pull(TARGET, registry(), store, ("checkpoint", "engine"))
     assert got.arrived is not None
     assert sum(artefact.manifest.size for artefact in got.arrived.artefacts.values()) > sent.moved
     assert (got.moved, got.there) == (sent.moved, 0)
-    again = transfer.pull(TARGET, registry(), store)
+    again = transfer.pull(TARGET, registry(), store, ("checkpoint", "engine"))
     assert (again.moved, again.there) == (0, sent.moved)
 
 
 def test_a_checkpoint_alone(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer.push(TARGET, registry(), made, ("checkpoint", "tokenizer", "engine"))
+    transfer.push(TARGET, registry(), made, ("checkpoint", "tokenizer"))
+    sender = Path.cwd()
     store = elsewhere(tmp_path, monkeypatch)
+    assert transfer.pull(TARGET, registry(), store).artefacts == ("tokenizer", "checkpoint"), "there is no engine"
+    monkeypatch.chdir(sender)
+    transfer.push(TARGET, registry(), made, ("engine",))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert transfer.pull(TARGET, registry(), store).artefacts == ("engine", "tokenizer"), "what serving takes"
+    shutil.rmtree(Path("runs"))
     assert transfer.pull(TARGET, registry(), store, ("checkpoint",)).artefacts == ("checkpoint",)
     assert sorted(path.name for path in (Path("runs") / TARGET / "checkpoint").iterdir()) == [
         "config.json", "rank0.safetensors",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"has no scales of tiny\.cpu\.bf16; there are: tokenizer, che|checkpoint, t"):
+    with pytest.raises(UsageError, match=r"has no scales of tiny\.cpu\.bf16; there are: engine, tokenizer, checkpoint"):
         transfer.pull(TARGET, registry(), store, ("scales",))
     with pytest.raises(UsageError, match="nothing of a target is called 'repository'"):
         transfer.choose("repository")
