@@ -153,7 +153,7 @@ class _Prepared:
         Raises ValueError, TypeError, KeyError or SyntaxError for a document that does not fit the task.
         """
         task = self.task
-        prompt = task.description + str(_field(doc, task.doc_to_text))
+        prompt = str(_field(doc, task.description)) + str(_field(doc, task.doc_to_text))
         if task.output_type == "generate_until":
             ids = encode(prompt)
             if not ids:
@@ -168,7 +168,9 @@ class _Prepared:
             raise ValueError(f"{choices} are not two or more choices")
         gold = task.doc_to_target if isinstance(task.doc_to_target, int) else _field(doc, task.doc_to_target)
         if isinstance(gold, str):
-            gold = int(gold) if gold.isdigit() else choices.index(gold)
+            # Digits that a template made are an index, as in lm-eval; those of a field are a choice.
+            index = gold.isdigit() and task.doc_to_target not in doc
+            gold = int(gold) if index else choices.index(gold)
         if not isinstance(gold, int) or not 0 <= gold < len(choices):
             raise ValueError(f"{gold!r} is not the index of a choice")
         longest = 0

@@ -112,6 +112,43 @@ def test_choices_are_scored_by_likelihood(
 
 
 @pytest.mark.parametrize(
+    ("target", "answer", "acc"),
+    [
+        ("answer", "2", 0.0),
+        ("answer", "3", 1.0),
+        ("answer", 2, 1.0),
+        ("{{ answer }}", "2", 1.0),
+        ("{{ answer }}", 2, 1.0),
+    ],
+)
+def test_only_a_template_makes_an_index_of_digits(
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, answer: Any, acc: float
+) -> None:
+    # "3", the choice at index 2, is the likeliest.
+    monkeypatch.setattr(tasks, "answer", Models(model=Answers(likelihoods=[-3.0, -2.0, -1.0], texts=[])))
+    task = write(
+        CHOICE, [{"thing": "1+1", "choices": ["1", "2", "3"], "answer": answer}], doc_to_choice="choices",
+        doc_to_target=target,
+    )  # fmt: skip
+    assert score_tasks([task], model, None, log=tmp_path / "log")[0].quantized == acc
+
+
+@pytest.mark.parametrize(
+    ("description", "before"),
+    [("About {{ thing }}:\n", ["About grass:\n", "About blood:\n"]), ("intro", ["Look: ", "See: "]), ("", ["", ""])],
+)
+def test_a_description_is_a_template_or_field_of_each_document(
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, description: str, before: list[str]
+) -> None:
+    models = Models(model=Answers(likelihoods=[0.0] * 4, texts=[]))
+    monkeypatch.setattr(tasks, "answer", models)
+    docs = [{**doc, "intro": intro} for doc, intro in zip(DOCS, ("Look: ", "See: "), strict=False)]
+    score_tasks([write(CHOICE, docs, description=description)], model, None, log=tmp_path / "log")
+    contexts = [ids(f"{before[0]}grass is", model), ids(f"{before[1]}blood is", model)]
+    assert [pair.context for pair in models.asked[0][1]][::2] == contexts
+
+
+@pytest.mark.parametrize(
     ("changes", "texts", "score"),
     [
         ({}, ["2", " 4"], 0.5),
