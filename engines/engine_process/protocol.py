@@ -12,7 +12,8 @@ import struct
 import threading
 from typing import Any
 
-_PREFIX = struct.Struct("!II")
+# Lengths of the JSON text and of the bytes.
+_PREFIX = struct.Struct("!IQ")
 _CREDENTIALS = struct.Struct("3i")
 # Exit status of an engine process that found another at its address.
 TAKEN = 75

@@ -8,9 +8,13 @@ import numpy as np
 
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.files import size_text
 from trtpipe.engines.reference.grammars import guide_refusal
 from trtpipe.engines.reference.sampling import MAX_TOP_K
 from trtpipe.engines.reference.scheduler import Scheduler
+
+# Most bytes of logits in an answer: a gRPC message holds no more.
+MOST_LOGITS_BYTES = 2**31 - 1
 
 
 class Admission(NamedTuple):
@@ -62,6 +66,10 @@ class Admission(NamedTuple):
                 return "guided_decoding_guide: this engine is served without guided decoding"
             if reason := guide_refusal(request.guide):
                 return reason
+        rows = length * request.return_context_logits + request.max_tokens * request.return_generation_logits
+        if 4 * rows * vocab > MOST_LOGITS_BYTES:
+            took, most = size_text(4 * rows * vocab), size_text(MOST_LOGITS_BYTES)
+            return f"logits of {rows} tokens take {took}, and an answer holds {most}"
         return _sampling_refusal(request, vocab)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.reference import admission
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import SamplingParams
 
@@ -490,6 +492,16 @@ def test_what_can_never_run_is_refused(small_steps: Path, changes: dict[str, Any
         runtime.submit(Request(**{"id": 0, "prompt": (1, 2), "max_tokens": 4, **changes}))
     assert reason in str(error.value)
     assert not runtime.has_work
+
+
+def test_logits_beyond_what_an_answer_holds_are_refused(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long prompt over a large vocabulary: they ended the engine of everybody."""
+    monkeypatch.setattr(admission, "MOST_LOGITS_BYTES", 16_000)
+    runtime = Runtime(plain)
+    asked = Request(id=0, prompt=(1,) * 36, max_tokens=4, return_context_logits=True)
+    runtime.submit(asked)
+    with pytest.raises(RequestRefused, match=r"^logits of 40 tokens take 16\.2 kB, and an answer holds 16\.0 kB"):
+        runtime.submit(replace(asked, id=1, return_generation_logits=True))
 
 
 def test_a_second_request_of_the_same_id_is_refused(plain: Path) -> None:
