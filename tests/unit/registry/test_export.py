@@ -160,6 +160,9 @@ def test_it_is_finished_where_neither_model_nor_store_is(
     with pytest.raises(GpuAbsent):
         execute(arrived.spec, elsewhere, recorder, given=arrived.artefacts)
     assert [name for name, _ in recorder.started] == ["build"], "nothing before it needs the model"
+    shutil.rmtree(elsewhere.home / "imported" / "convert")
+    with pytest.raises(InputDataError, match=r"cannot be used: it is no longer in .*; pull or import the target ag"):
+        export.imported(first.target, elsewhere)
 
 
 def flip(name: str) -> Edit:

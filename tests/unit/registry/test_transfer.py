@@ -706,6 +706,10 @@ def test_a_pulled_target_is_pushed_on_with_the_provenance_that_came(
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(InputDataError, match="has no checkpoint: it did not come with the target; take it from where"):
         transfer.push(TARGET, second, store, ("checkpoint",))
+    # A build would make anew what came from elsewhere.
+    shutil.rmtree(store.home / "imported" / "tokenizer")
+    with pytest.raises(InputDataError, match=r"lost its tokenizer: .* no longer; pull or import the target again$"):
+        transfer.push(TARGET, second, store)
 
 
 @pytest.mark.parametrize(
