@@ -32,7 +32,7 @@ DEFAULT_TOOLCHAIN = "1.2.1"
 
 # OWNER/NAME of a Hugging Face repository; other forms of a missing path do not match.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Name of a model that names a target, which is a folder and a tag of an OCI registry.
+# Name of a model that names a target, which is a folder, and without '+' a tag of an OCI registry.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,95}")
 HUB_ADDRESS = re.compile(rf"https?://(?:huggingface\.co|hf\.co)/({HUB_ID.pattern})")
 

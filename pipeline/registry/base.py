@@ -41,6 +41,9 @@ class Registry(Protocol):
 
     url: str
 
+    def require_name(self, target: str) -> None:
+        """Raises UsageError for a name that a target cannot have there."""
+
     def has(self, blob: Blob) -> bool:
         """Whether the registry has the whole file."""
 

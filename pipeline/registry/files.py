@@ -67,6 +67,9 @@ class FileRegistry:
             raise HostError(f"{url} cannot be used", why=str(error), remedy="check its address") from None
         return FileRegistry(system, root, url)
 
+    def require_name(self, target: str) -> None:
+        """Takes every name: it is that of a file."""
+
     def has(self, blob: Blob) -> bool:
         return self._size(blob) == blob.size
 

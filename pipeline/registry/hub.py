@@ -57,6 +57,9 @@ class HubRegistry:
             raise UsageError(f"{url} names no repository", remedy="give hf://owner/name, or hf://owner/name@branch")
         return HubRegistry(name, revision or "main", url)
 
+    def require_name(self, target: str) -> None:
+        """Takes every name: it is that of a file."""
+
     def has(self, blob: Blob) -> bool:
         from huggingface_hub import HfApi
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from trtpipe.engines.passport import Passport
 
-# Name of one folder on any file system; also a valid tag of an OCI registry.
+# Name of one folder on any file system; without '+' also a tag of an OCI registry.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$"
 
 _Name = Annotated[str, Field(pattern=NAME)]

@@ -85,6 +85,14 @@ class OciRegistry:
             )  # fmt: skip
         self._ask("GET", self._place("tags/list"), also=(404,))  # 404 where nothing was pushed yet
 
+    def require_name(self, target: str) -> None:
+        if not _is_tag(target):
+            raise UsageError(
+                f"'{target}' cannot be a tag of {self.url}", why="a tag has letters, digits, '.', '_' and '-' alone",
+                remedy="push it to a folder, S3 or the Hugging Face Hub, or build it from a folder or a link of "
+                "another name",
+            )  # fmt: skip
+
     def has(self, blob: Blob) -> bool:
         answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
         return answer.status_code != 404

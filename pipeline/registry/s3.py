@@ -59,6 +59,9 @@ class S3Registry:
             system.connect()  # creates a client, which takes longer than many calls
         return S3Registry(system, root, url)
 
+    def require_name(self, target: str) -> None:
+        """Takes every name: it is that of a file."""
+
     def has(self, blob: Blob) -> bool:
         with translated(self.url):
             try:

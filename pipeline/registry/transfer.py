@@ -86,7 +86,9 @@ def push(
 
     Every file is hashed first. Raises as `describe` and the registry do, and UsageError for an artefact it lacks.
     """
-    chosen = to_serve(require_run(target).spec()) if wanted is None else wanted
+    spec = require_run(target).spec()
+    registry.require_name(spec.target)
+    chosen = to_serve(spec) if wanted is None else wanted
     index, made = describe(target, store, chosen, verify=True, sign_key=sign_key)
     absent = [name for name in wanted or () if name not in made]
     if absent:

@@ -505,6 +505,24 @@ def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
     assert not list((tmp_path / "home" / "uploads").iterdir())
 
 
+def test_a_name_that_cannot_be_a_tag_is_refused_before_anything_is_sent(
+    oci: str, in_folder: Path, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "home")
+    execute(plan(hf_folder(in_folder / "a+b"), gpu="cpu", dtype="bf16"), store, Recorder())
+    registry: Any = open_registry(f"oci://{oci}/team/plus")
+    registry._ask = None
+    with pytest.raises(UsageError) as caught:
+        transfer.push("a+b.cpu.bf16", registry, store)
+    assert str(caught.value) == (
+        f"'a+b.cpu.bf16' cannot be a tag of oci://{oci}/team/plus: a tag has letters, digits, '.', '_' and '-' alone; "
+        "push it to a folder, S3 or the Hugging Face Hub, or build it from a folder or a link of another name"
+    )
+    shelf = open_registry(str(tmp_path / "shelf"))
+    assert transfer.push("a+b.cpu.bf16", shelf, store).target == "a+b.cpu.bf16"
+    assert shelf.targets() == ["a+b.cpu.bf16"]
+
+
 def test_a_file_that_somebody_has_removed(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
