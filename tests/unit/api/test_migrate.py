@@ -165,7 +165,7 @@ def test_an_option_outranks_the_engine(nvidia: Path) -> None:
     [
         ({"quant_algo": "FP8", "kv_cache_quant_algo": None}, "bfloat16", "fp8"),
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_quant_algo": None}, "bfloat16", "fp8-pc-pt"),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "float16", "fp16-kvfp8"),
+        ({"quant_algo": None, "kv_cache_quant_algo": None}, "float16", "fp16"),
     ],
 )
 def test_precisions(nvidia: Path, quantization: dict[str, Any], dtype: str, dtype_of_target: str) -> None:
@@ -200,6 +200,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[TrtpipeError], str]] = 
      {"to": "llmapi", "gpu": "a100"}, UsageError, r"; take --dtype .*bf16"),
     ({"quantization": {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": None}}, {}, UsageError,
      r"W4A8_AWQ.*; take --dtype .*bf16.*, or --to llmapi"),
+    ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, {"to": "llmapi"}, UsageError,
+     "unquantized weights with an FP8 KV cache: .*; take --dtype bf16 or fp8 or"),
     ({"quantization": {"quant_algo": "W4A16_GPTQ", "kv_cache_quant_algo": None}}, {}, UsageError,
      "the engine's precision, W4A16_GPTQ, is none that trtpipe makes; choose another with --dtype"),
     ({}, {"model": "nowhere/"}, UsageError, "unknown model 'nowhere/'"),
