@@ -281,7 +281,7 @@ def test_gc_keeps_what_has_arrived_while_a_pull_runs(
 def test_a_file_that_had_arrived_is_verified_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "SETTLED_NS", 0)
     weak: Any = open_registry(str(tmp_path / "shelf"))
-    files = []
+    files: list[dict[str, Any]] = []
     for name in "abc":
         data = random.Random(name).randbytes(LINK_FROM_BYTES)
         (tmp_path / name).write_bytes(data)
