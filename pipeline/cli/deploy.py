@@ -72,7 +72,7 @@ def k8s(
              "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
-    paths = write(passport, facts.find_gpu(passport.gpu), made, out)
+    paths = write(passport, facts.find_gpu(passport.gpu), made, out, repository)
     if as_json:
         console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})
         return

@@ -22,7 +22,7 @@ from trtpipe.pipeline.deploy.config import DeployConfig, dns_name
 from trtpipe.pipeline.deploy.placement import Placement, place
 from trtpipe.pipeline.deploy.pods import pod_spec
 from trtpipe.pipeline.deploy.prometheus import FULL, FULLNESS, UNANSWERED, adapter_rules, pod_monitor, waiting_metric
-from trtpipe.pipeline.deploy.target import Target
+from trtpipe.pipeline.deploy.target import Target, repository_digest
 from trtpipe.pipeline.deploy.values import Lifted, lifted, to_template, to_yaml, values_schema, values_yaml
 from trtpipe.pipeline.store.folders import new_folder
 
@@ -39,13 +39,17 @@ CHART = "chart"
 PROGRESS_MARGIN_SECONDS = 600
 
 
-def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> list[Path]:
+def write(
+    passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path, repository: Path | None = None
+) -> list[Path]:
     """Write the base, its optional parts and a README.md into the new folder `out`; returns the paths.
+
+    repository  the model repository that is deployed: what is in it makes the pods new ones
 
     Raises UsageError for a request that no cluster can meet, ArtefactRefused for an engine that does not belong on
     these nodes.
     """
-    target = plan(passport, gpu, config)
+    target = plan(passport, gpu, config, repository)
     texts = {path: to_yaml(manifest) for path, manifest in manifests(target).items()}
     texts |= chart(target)
     texts["README.md"] = readme.text(target)
@@ -56,7 +60,7 @@ def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> 
     return [out / path for path in texts]
 
 
-def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
+def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig, repository: Path | None = None) -> Target:
     """The target of a deployment. Raises UsageError or ArtefactRefused."""
     _require_gpu(passport, gpu, config)
     # On the CPU one process holds all ranks, and there are no GPUs to count.
@@ -75,6 +79,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
     return Target(
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image,
         gateway_image=_gateway_image(passport, config),
+        repository=None if repository is None else repository_digest(repository),
     )  # fmt: skip
 
 
@@ -192,7 +197,8 @@ def _metadata(target: Target, name: str) -> Manifest:
 
 def _template(target: Target, component: str, words: list[str]) -> Manifest:
     annotations = {
-        # A volume may get another engine under the same path: a changed digest makes Kubernetes replace the pods.
+        # A volume may get another repository under the same path: a changed digest makes Kubernetes replace the pods.
+        **({} if target.repository is None else {"trtpipe/repository": target.repository[:16]}),
         "trtpipe/passport": _digest(json.dumps(asdict(target.passport), sort_keys=True)),
         "trtpipe/checkpoint": target.passport.checkpoint,
         "trtpipe/engine": f"{target.passport.runtime} {target.passport.toolchain or ''}".strip(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
@@ -10,8 +12,13 @@ from trtpipe.pipeline.deploy import launch
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
 from trtpipe.pipeline.gateway.traces import collector_port
+from trtpipe.pipeline.store.digests import combined, sha256_file
+from trtpipe.pipeline.store.manifest import read_manifest
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 AUTOSCALED_TO = 4
+# Larger files beside an engine's passport are its weights.
+WEIGHTS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +26,7 @@ class Target:
     """The server answers requests, and beside it the gateway; workers, if any, hold further ranks of its engine.
 
     gateway_image  None where there is no gateway
+    repository     digest of the model repository; None where it is not at hand
     """
 
     passport: Passport
@@ -28,6 +36,7 @@ class Target:
     name: str
     image: str
     gateway_image: str | None
+    repository: str | None = None
 
     @property
     def grouped(self) -> bool:
@@ -77,3 +86,18 @@ class Target:
 
     def labels(self, component: str = "server") -> dict[str, str]:
         return {**self.selector(component), "app.kubernetes.io/managed-by": "trtpipe"}
+
+
+def repository_digest(repository: Path) -> str:
+    """Digest of what is in a model repository: of a target, as its manifest has it; else of its files, but that weights
+    beside the passport, which names their checkpoint, count by size, since they may be many GB. Raises OSError."""
+    made = read_manifest(repository.resolve().parent / "manifest.json")
+    if made is not None:
+        return made.content
+    engine, found = repository / ENGINE_FOLDER, []
+    for folder, _, names in os.walk(repository, followlinks=True):
+        for path in (Path(folder) / name for name in names):
+            size = path.stat().st_size
+            weights = path.parent == engine and size >= WEIGHTS_BYTES
+            found.append((path.relative_to(repository).as_posix(), str(size) if weights else sha256_file(path)))
+    return combined(found)

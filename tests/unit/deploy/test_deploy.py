@@ -53,6 +53,8 @@ from trtpipe.pipeline.deploy.kubernetes import manifests, plan, write
 from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, LINGER_SECONDS, PORTS, PRE_STOP_SECONDS
 from trtpipe.pipeline.deploy.placement import place
 from trtpipe.pipeline.deploy.values import to_yaml
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Store
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -586,6 +588,42 @@ def test_another_engine_makes_other_pods() -> None:
     assert annotations() == annotations()
     assert annotations(build_config={"max_batch_size": 8})["trtpipe/passport"] != annotations()["trtpipe/passport"]
     assert annotations()["trtpipe/engine"] == "tensorrt_llm 1.2.1"
+
+
+def test_a_change_of_the_repository_alone_makes_other_pods(tmp_path: Path) -> None:
+    def annotated(repository: Path) -> str:
+        built = manifests(plan(engine(8, 2), find_gpu("h100"), CASES["group"].config(), repository))
+        group = built["base/leaderworkerset.yaml"]["spec"]["leaderWorkerTemplate"]
+        (found,) = {group[key]["metadata"]["annotations"]["trtpipe/repository"] for key in group if "Template" in key}
+        assert re.fullmatch(r"[0-9a-f]{16}", found)
+        return str(found)
+
+    def packaged(folder: Path) -> dict[str, Any]:
+        (folder / "ensemble").mkdir()
+        (folder / "ensemble" / "config.pbtxt").write_text("max_batch_size: 8")
+        return {}
+
+    record = Record(stage="package", stage_version=1, inputs={"engine": "e"}, settings={}, tools={})
+    made = Store(tmp_path / "home").make(record, packaged)
+    assert annotated(made.path) == made.manifest.content[:16]
+
+    repository = tmp_path / "r"
+    for path in ("ensemble/config.pbtxt", "preprocessing/1/tokenizer/tokenizer.json",
+                 "tensorrt_llm/1/adapters/fr/model.lora_weights.npy"):  # fmt: skip
+        (repository / path).parent.mkdir(parents=True)
+        (repository / path).write_text("before")
+    weights = tmp_path / "rank0.engine"
+    with weights.open("wb") as file:
+        file.truncate(64 << 20)
+    (repository / "tensorrt_llm" / "1" / "rank0.engine").symlink_to(weights)
+    seen = [annotated(repository)]
+    assert annotated(repository) == seen[0]
+    for path in sorted(path for path in repository.rglob("*.*") if not path.is_symlink()):
+        path.write_text("after_")
+        seen.append(annotated(repository))
+    assert len(set(seen)) == 4
+    weights.write_bytes(b"")
+    assert annotated(repository) not in seen
 
 
 def test_where_the_repository_comes_from() -> None:
