@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trtpipe.engines.base import DataType, Mapping
@@ -91,7 +91,7 @@ class ModelConfig(Geometry):
     norm_epsilon: float
     max_position_embeddings: int
     rotary_base: float
-    rotary_scaling: dict[str, Any] | None
+    rotary_scaling: dict[str, Any] | None = field(hash=False)
     mlp_bias: bool
 
     @property

@@ -15,6 +15,13 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.model_config import Experts
 from trtpipe.engines.sizes import excess
 
+# Values of the rotary settings that set angles, and tables of such values.
+SCALING_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow",
+)  # fmt: skip
+SCALING_LISTS = ("short_factor", "long_factor")
+
 
 class ConfigFields:
     """Fields of the config.json `raw`; messages name its `path`. Every method raises InputDataError."""
@@ -34,10 +41,7 @@ class ConfigFields:
 
     def number(self, key: str, default: float) -> float:
         value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise InputDataError(f"{self.path}: {key} is {value!r}, not a positive number")
-        return float(value)
+        return _positive(self.path, key, default if value is None else value)
 
     def flag(self, key: str) -> bool:
         value = self.raw.get(key)
@@ -106,7 +110,10 @@ def _spelt_anew(scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `scaling` unchanged, or None when it has no effect. Raises InputDataError if its type is unclear."""
+    """Return `scaling` unchanged, or None when it has no effect.
+
+    Raises InputDataError if its type is unclear, or a value that sets angles is no positive number.
+    """
     kind = _kind(scaling)
     if scaling.get("type", kind) != kind:
         raise InputDataError(f"{path}: {key} has type {scaling['type']!r} and rope_type {kind!r}")
@@ -114,7 +121,24 @@ def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | 
         raise InputDataError(f"{path}: {key} names no rope_type, so its {', '.join(scaling)} cannot be applied")
     if kind is not None and not isinstance(kind, str):
         raise InputDataError(f"{path}: {key} has the rope_type {kind!r}, not a name")
-    return None if kind in (None, "default") else scaling
+    if kind in (None, "default"):
+        return None
+    for name in SCALING_NUMBERS:
+        if scaling.get(name) is not None:
+            _positive(path, f"{key}.{name}", scaling[name])
+    for name in SCALING_LISTS:
+        table = scaling.get(name)
+        if table is not None and not isinstance(table, list):
+            raise InputDataError(f"{path}: {key}.{name} is {table!r}, not a list of numbers")
+        for place, value in enumerate(table or []):
+            _positive(path, f"{key}.{name}[{place}]", value)
+    return scaling
+
+
+def _positive(path: Path, key: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise InputDataError(f"{path}: {key} is {value!r}, not a positive number")
+    return float(value)
 
 
 def _require_one(path: Path, values: dict[str, Any]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from tests.support.factories import hf_folder
 from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory, smallest_tp
+from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory, smallest_tp, weight_bytes
 
 BF16 = DataType.BFLOAT16
 FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
@@ -67,6 +70,13 @@ def test_the_often_quoted_cache_of_llama2_70b_is_that_of_a_model_without_grouped
 )
 def test_weights_are_the_parameters(name: str, parameters: int) -> None:
     assert rank_bytes(find_shape(name)[1], BF16, Mapping(), UNQUANTIZED) == 2 * parameters
+
+
+def test_a_folder_with_scaled_rotary_positions_has_the_weights_of_one_without(tmp_path: Path) -> None:
+    plain = read_model_config(hf_folder(tmp_path / "plain"))
+    scaled = read_model_config(hf_folder(tmp_path / "scaled", rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert scaled != plain
+    assert weight_bytes(scaled, BF16, Mapping(), UNQUANTIZED) == weight_bytes(plain, BF16, Mapping(), UNQUANTIZED)
 
 
 def test_what_is_left_is_the_pool() -> None:

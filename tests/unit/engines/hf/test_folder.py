@@ -111,6 +111,15 @@ def test_both_spellings_of_the_rotary_settings_read_equally(
     assert by_old.rotary_base == old["rope_theta"]
 
 
+@pytest.mark.parametrize("values", [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": None},
+    {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1.0, "mscale": 1.0, "truncate": False},
+    {"type": "longrope", "short_factor": [1.0, 1.05], "long_factor": [1, 2.5]},
+])  # fmt: skip
+def test_scalings_that_models_have(folder: Path, values: dict[str, Any]) -> None:
+    assert config(folder, rope_scaling=values).rotary_scaling == values
+
+
 def test_scaling_is_kept_as_it_stands(folder: Path) -> None:
     assert config(folder, rope_scaling=LLAMA3).rotary_scaling == LLAMA3
     assert config(folder, rope_scaling={"type": "linear", "factor": 2}).rotary_scaling == {
@@ -134,6 +143,17 @@ def test_scaling_is_kept_as_it_stands(folder: Path) -> None:
         ({"rope_parameters": []}, "rope_parameters is not an object"),
         ({"rope_theta": "big"}, "rope_theta is 'big', not a positive number"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
+        ({"rope_scaling": {**LLAMA3, "factor": "8.0"}}, r"rope_scaling\.factor is '8\.0', not a positive number"),
+        ({"rope_scaling": {**LLAMA3, "factor": -2}}, r"rope_scaling\.factor is -2, not a positive number"),
+        ({"rope_parameters": {**LLAMA3, "factor": float("nan")}}, r"rope_parameters\.factor is nan, not a positive"),
+        ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"rope_scaling\.factor is \[2\.0\], not a positive"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": True}}, r"rope_scaling\.low_freq_factor is True, not a"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}},
+         r"rope_scaling\.original_max_position_embeddings is 0, not a positive number"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}},
+         r"rope_scaling\.short_factor is 1\.0, not a list of numbers"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, None]}},
+         r"rope_scaling\.long_factor\[1\] is None, not a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: models that rotate a part of each head are"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
