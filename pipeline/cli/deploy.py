@@ -101,18 +101,28 @@ def monitoring(
       trtpipe monitoring llama3-8b.h100.fp8
       trtpipe monitoring --metrics gpu-1:8002 --gateways gpu-1:9000 -o watch
     """
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, GATEWAYS, SCRAPE, SERVERS, write_monitoring
     from trtpipe.pipeline.serving import repositories, servers
+    from trtpipe.triton_repo.layout import model_names
 
     name, repository, _ = repositories.find_repository(target)
-    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
-    found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    serving = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    found = [one for one in serving if not one.native]
+    if serving and not found and not metrics:
+        raise UsageError(
+            f"{name} is served by its runtime's own server",
+            why="that publishes none of Triton's metrics, which the dashboard and the alerts are about",
+            remedy="serve it with --front triton, or name other servers by --metrics",
+        )
+    # With several targets in a server, each has its name before those of its models.
+    loaded = [served.model(model) for one in found for served in one.served for model in model_names(served.repository)]
+    addresses = [one.gateway_url for one in found if one.gateway_url] if found else GATEWAYS
     write_monitoring(
-        models, out,
+        loaded if found else model_names(repository), out,
         targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
-        gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
-        key_file=api_key_file,
+        gateways=gateways.split(",") if gateways else addresses, key_file=api_key_file,
     )  # fmt: skip
     if as_json:
         console.result_json({"folder": out, "files": sorted((ALERTS, DASHBOARD, SCRAPE))})

@@ -32,11 +32,12 @@ def write_monitoring(
 ) -> None:  # fmt: skip
     """Write the files into the folder `out`, for a repository with these models.
 
-    targets, gateways  where the servers' and the gateways' metrics are, host:port or URL
+    targets, gateways  where the servers' and the gateways' metrics are, host:port or URL. Without gateways there is no
+                       job and no alert of them
     key_file           file with a key of the gateways, as Prometheus finds it
 
-    Raises UsageError for an invalid address, and if `out` is a model repository or a folder in one: Triton takes each
-    folder there for a model.
+    Raises UsageError for an invalid address, a key without a gateway, and if `out` is a model repository or a folder in
+    one: Triton takes each folder there for a model.
     """
     config = _scrape_config(targets, gateways, key_file)
     for repository in (out, out.absolute().parent):
@@ -47,12 +48,17 @@ def write_monitoring(
             )  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
-    for name, content in ((SCRAPE, config), (ALERTS, _alert_rules(sorted(set(repository_models))))):
+    rules = _alert_rules(sorted(set(repository_models)), gateway=bool(gateways))
+    for name, content in ((SCRAPE, config), (ALERTS, rules)):
         (out / name).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
 
 
 def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Path | None) -> dict[str, Any]:
     config: dict[str, Any] = load_yaml(_TEMPLATES / SCRAPE)
+    if key_file is not None and not gateways:
+        raise UsageError(
+            "a key of the gateways is given, and there is no gateway", remedy="name gateways, or leave the key out"
+        )
     for job, where in zip(config["scrape_configs"], (targets, gateways), strict=True):
         found = [_address(one) for one in where]
         job["static_configs"][0]["targets"] = [address for _, address in found]
@@ -60,6 +66,8 @@ def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Pa
             job["scheme"] = "https"
     if key_file is not None:
         job["authorization"] = {"credentials_file": str(key_file)}
+    if not gateways:
+        config["scrape_configs"].remove(job)
     return config
 
 
@@ -76,10 +84,12 @@ def _address(text: str) -> tuple[str, str]:
     return parts.scheme, parts.netloc.replace("0.0.0.0", "localhost")
 
 
-def _alert_rules(models: Sequence[str]) -> dict[str, Any]:
+def _alert_rules(models: Sequence[str], *, gateway: bool) -> dict[str, Any]:
     content: dict[str, Any] = load_yaml(_TEMPLATES / ALERTS)
     (group,) = content["groups"]
     missing = group["rules"].pop()
+    if not gateway:
+        group["rules"] = [rule for rule in group["rules"] if 'job="trtpipe-gateway"' not in rule["expr"]]
     for model in models:
         rule = copy.deepcopy(missing)
         rule["expr"] = rule["expr"].replace('"MODEL"', json.dumps(model))

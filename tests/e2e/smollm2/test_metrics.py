@@ -208,7 +208,7 @@ def test_every_panel_and_alert_has_data_while_a_server_and_its_gateway_work(
     served: Served, gateway: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "monitoring"
-    served.cli.ok("monitoring", served.name, "-o", str(folder))
+    served.cli.ok("monitoring", served.name, "--gateways", urlsplit(gateway).netloc, "-o", str(folder))
     jobs = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
     assert jobs[0]["static_configs"][0]["targets"] == [urlsplit(served.metrics).netloc]
     body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 24, "ignore_eos": True}

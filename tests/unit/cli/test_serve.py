@@ -351,6 +351,43 @@ def test_monitoring_scrapes_the_server_that_runs(
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
 
+def test_monitoring_misses_what_the_server_was_to_load_and_no_gateway_that_there_is_not(
+    in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    from trtpipe.pipeline.serving import servers
+
+    for path in ("a/tensorrt_llm", "b/ensemble", "b/tensorrt_llm"):
+        (in_folder / path).mkdir(parents=True)
+        (in_folder / path / "config.pbtxt").touch()
+
+    def written(*arguments: str) -> tuple[list[str], list[str]]:
+        """Jobs, and models that are missed when they are not loaded."""
+        assert run("monitoring", "a", *arguments).status == 0
+        config = yaml.safe_load((in_folder / "monitoring" / "prometheus.yml").read_text())
+        (group,) = yaml.safe_load((in_folder / "monitoring" / "alerts.yml").read_text())["groups"]
+        missed = [rule["labels"]["model"] for rule in group["rules"] if rule["alert"] == "TrtpipeModelMissing"]
+        return [job["job_name"] for job in config["scrape_configs"]], missed
+
+    assert written() == (["trtpipe", "trtpipe-gateway"], ["tensorrt_llm"])
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a+b")
+    (server,) = running(store)
+    served = tuple(
+        dataclasses.replace(one, prefix=f"{one.name}.", repository=in_folder / one.name) for one in server.served
+    )
+    servers.remember(store, dataclasses.replace(server, served=served))
+    assert written() == (["trtpipe"], ["a.tensorrt_llm", "b.ensemble", "b.tensorrt_llm"])
+    assert written("--gateways", "x:9000")[0] == ["trtpipe", "trtpipe-gateway"]
+    servers.remember(store, dataclasses.replace(server, served=served[:1], native="vllm", gateway_url="http://x:9000"))
+    assert run("monitoring", "a").error() == (
+        "a is served by its runtime's own server: that publishes none of Triton's metrics, which the dashboard and the "
+        "alerts are about; serve it with --front triton, or name other servers by --metrics"
+    )
+    assert written("--metrics", "x:8002") == (["trtpipe", "trtpipe-gateway"], ["tensorrt_llm"])
+
+
 @pytest.mark.parametrize(
     ("whys", "starts", "ready"),
     [

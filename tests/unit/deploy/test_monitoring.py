@@ -217,6 +217,21 @@ def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
     assert (gateways["scheme"], gateways["authorization"]) == ("https", {"credentials_file": "/etc/prometheus/key"})
 
 
+def test_without_a_gateway_nothing_asks_for_one(rules: list[dict[str, Any]], tmp_path: Path) -> None:
+    write_monitoring(MODELS, tmp_path, gateways=[])
+    (job,) = yaml.safe_load((tmp_path / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
+    assert (job["job_name"], job["static_configs"]) == ("trtpipe", [{"targets": ["localhost:8002"]}])
+    (group,) = yaml.safe_load((tmp_path / ALERTS).read_text(encoding="utf-8"))["groups"]
+    left = {rule["alert"] for rule in group["rules"]}
+    assert {rule["alert"] for rule in rules} - left == {
+        "TrtpipeGatewayDown", "TrtpipeGatewayErrors", "TrtpipeFirstTokenSlow", "TrtpipeTokensSlow",
+        "TrtpipeGatewayQueue",
+    }  # fmt: skip
+    assert "gateway" not in (tmp_path / ALERTS).read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match=r"^a key of the gateways is given, and there is no gateway; name gateways"):
+        write_monitoring(MODELS, tmp_path, gateways=[], key_file=Path("key"))
+
+
 @pytest.mark.parametrize(
     "wrong", ["not a host", "host", "host:", "host:99999", "ftp://host:1", "", "a:1@b:2", "[::1:1"]
 )
