@@ -37,13 +37,26 @@ def checked(function: _Function) -> _Function:
             if kind.startswith("Unpack["):
                 options = function.__globals__[kind[len("Unpack[") : -1]].__annotations__
                 kinds |= {name: getattr(one, "__forward_arg__", one) for name, one in options.items()}
-        positional = zip(code.co_varnames[: code.co_argcount], given, strict=False)
-        for name, value in {**dict(positional), **named}.items():
+        names = code.co_varnames[: code.co_argcount]
+        for name, value in {**dict(zip(names, given, strict=False)), **named}.items():
             if name in kinds:
                 _check(name, value, ast.parse(kinds[name], mode="eval").body)
-        return function(*given, **named)
+        return function(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
 
     return cast(_Function, call)
+
+
+def _plain(value: Any) -> Any:
+    """The value with Python's own numbers, also within lists and mappings: a report cannot hold NumPy's."""
+    if isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value)) if type(value) is tuple else value
+    return [_plain(one) for one in value] if isinstance(value, Collection) else value
 
 
 def _check(name: str, value: Any, kind: ast.expr) -> None:

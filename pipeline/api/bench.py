@@ -12,7 +12,7 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from trtpipe.pipeline.api.arguments import checked
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.bench.results.report import BenchReport
     from trtpipe.pipeline.bench.search import Search
     from trtpipe.pipeline.serving.servers import Served, Server
+
+Result = TypeVar("Result")
+# Called with a function that ends a run as a signal of that number does.
+Begun = Callable[[Callable[[int], None]], None]
 
 log = logging.getLogger("trtpipe")
 # Only Linux timestamps received data in the kernel.
@@ -150,6 +154,8 @@ def bench(
     if report is not None:
         check_place(Path(report))
     if target is not None and not isinstance(target, str | Path):
+        if target.adapter is not None:
+            arguments = _for_adapter(target, arguments)
         arguments["server"], target = target.server, target.target
     options, served = choose(_text(target), **arguments)
     measured = measure(options, served, progress)
@@ -158,6 +164,19 @@ def bench(
 
         write_report(measured, Path(report))
     return measured
+
+
+def _for_adapter(client: Client, arguments: BenchArguments) -> BenchArguments:
+    """The arguments of a benchmark of a client's adapter, which only the OpenAI API names. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    protocol = arguments.get("protocol") or "completions"
+    if not {*protocol.split(",")} <= {"completions", "chat"}:
+        raise UsageError(
+            f"protocol {protocol} measures the model without the adapter {client.adapter}",
+            remedy="give completions or chat, or a client without an adapter",
+        )
+    return {"openai_model": client.model, **arguments, "protocol": protocol}
 
 
 def measure(
@@ -177,7 +196,7 @@ def measure(
         from trtpipe.pipeline.bench.selftest import state_error
 
         try:
-            state_error(measured, options)
+            _outside_a_loop(lambda begun: state_error(measured, options))
         except HostError as error:  # the measurement must not be lost for that
             note(f"how wrong {options.wiring.transport} is here is not known: {error}")
         except (KeyboardInterrupt, Ended) as ending:  # nor for a signal that comes after it
@@ -197,17 +216,28 @@ def measure(
     return measured
 
 
-def _outside_a_loop(work: Callable[[], BenchReport]) -> BenchReport:
-    """Call `work`: in a thread of its own where this one runs an event loop, as a notebook's does."""
+def _outside_a_loop(work: Callable[[Begun], Result]) -> Result:
+    """Call `work`: in a thread of its own where this one runs an event loop, as a notebook's does. There a Ctrl-C calls
+    what `work` has given to its argument, and its result is awaited."""
     import asyncio
+    import signal
     from concurrent.futures import ThreadPoolExecutor
 
+    interrupts: list[Callable[[int], None]] = []
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return work()
+        return work(interrupts.append)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+        running = pool.submit(work, interrupts.append)
+        while True:
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if running.done():  # it is the work's own
+                    raise
+                for interrupt in interrupts:
+                    interrupt(signal.SIGINT)
 
 
 def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tuple[BenchOptions, Served | None]:

@@ -130,7 +130,7 @@ class _Way:
 
     def step(self, name: str, work: Callable[[], tuple[str, Any]]) -> Any:
         """Run `work`, which returns what it found in words, and a value. Returns that value, None if it failed."""
-        from trtpipe.engines.errors import TrtpipeError
+        from trtpipe.pipeline.matrix import failure
 
         if self._failed:
             self.leave_out(name, f"{self._failed} failed")
@@ -139,9 +139,10 @@ class _Way:
         begun, since = time.monotonic(), time.time()
         try:
             told, value = work()
-        except TrtpipeError as error:
+        except Exception as error:
+            known = failure(error)  # also a full disk; raises what is a defect of ours
             self._failed = name
-            self._add(name, "failed", time.monotonic() - begun, str(error), _logs(since))
+            self._add(name, "failed", time.monotonic() - begun, str(known), _logs(since))
             return None
         self._add(name, "held", time.monotonic() - begun, told)
         return value

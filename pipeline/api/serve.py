@@ -73,8 +73,18 @@ class Client:
 
     @property
     def target(self) -> str:
-        """Name of the target, also of the model at `openai_url`."""
+        """Name of the target."""
         return self._served.name
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter that answers; None for the model alone."""
+        return self._adapter
+
+    @property
+    def model(self) -> str:
+        """Name at `openai_url` of what answers: of the model, or of the model with its adapter."""
+        return self._served.model_name(self._adapter)
 
     @property
     def tokenizer(self) -> Path:

@@ -34,8 +34,15 @@ ALONE = 8
 TOGETHER_NS = 200_000_000
 
 
-def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
-    """Run a benchmark. `render` is the model's chat template; with several workers it is pickled.
+def run(
+    options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None,
+    begun: Callable[[Callable[[int], None]], None] = lambda interrupt: None,
+) -> BenchReport:  # fmt: skip
+    """Run a benchmark.
+
+    render  the model's chat template; with several workers it is pickled
+    begun   called with a function that ends the run as a signal of that number does, for a run in another thread than
+            the main one, which gets no signals
 
     Raises a worker's error before the first load point has a result; later the report has the results, and `broken`.
     """
@@ -51,11 +58,12 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     session = _Session(options, report, render, progress)
     loop = uvloop.new_event_loop()
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: object = None) -> None:
         report.interrupted, report.ended_by = True, number
         if not loop.is_closed():
             loop.call_soon_threadsafe(session.interrupt)
 
+    begun(interrupt)
     # Not `loop.add_signal_handler`: that loses a signal before the loop runs or after, and then leaves SIGTERM to the
     # system, which ends what is around a measurement without its clean-up.
     main = threading.current_thread() is threading.main_thread()  # others cannot handle signals

@@ -5,20 +5,29 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import json
 import logging
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import trtpipe
 from tests.support.factories import hf_folder
 from tests.support.paths import ROOT
-from trtpipe.pipeline.api.bench import choose
+from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.api.arguments import checked
+from trtpipe.pipeline.api.bench import choose, measure
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
+from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.layers import LORA, SCALARS
 
 
@@ -147,6 +156,85 @@ def test_a_benchmark_where_an_event_loop_runs_as_in_a_notebook(
     assert (tmp_path / "report.html").exists()
     with pytest.raises(trtpipe.UsageError, match="is a folder; give the name of a file"):
         trtpipe.bench(report=tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_ctrl_c_in_a_notebook_ends_a_benchmark_with_what_was_measured(
+    known: MockServerProcess, tokenizer: Path
+) -> None:
+    """The load runs in a thread there, which gets no signals."""
+    main = threading.main_thread().ident
+    assert main is not None
+    pressed: list[int] = []
+
+    def press(at: Any) -> None:
+        if at.live.done >= 2 and not pressed:
+            pressed.append(at.live.done)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    async def cell() -> trtpipe.BenchReport:
+        return trtpipe.bench(
+            protocol="grpc", grpc_url=f"127.0.0.1:{known.grpc_port}", tokenizer=tokenizer, concurrency=2,
+            duration=3600, output_tokens=4, progress=press,
+        )  # fmt: skip
+
+    loop = asyncio.new_event_loop()  # not asyncio.run, which takes the first Ctrl-C itself
+    report = loop.run_until_complete(cell())
+    loop.close()
+    assert report.interrupted
+    assert report.results[0].requests["succeeded"] >= 2
+
+
+def test_what_a_report_says_of_its_client_is_measured_outside_of_a_notebook_s_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked(*given: object) -> None:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        seen.append(given)
+
+    async def cell() -> None:
+        measure(options, None)
+
+    seen: list[object] = []
+    made = trtpipe.BenchReport(command=[], options={}, tokenizer_sha256=None, started="")
+    monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *given: made)
+    monkeypatch.setattr("trtpipe.pipeline.bench.selftest.state_error", looked)
+    options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
+    asyncio.run(cell())
+    assert len(seen) == 1
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options, _ = checked(choose)(
+        grpc_url="localhost:8001", protocol="grpc", tokenizer=Path("tokenizer.json"), concurrency=np.array([1, 4]),
+        requests=np.int64(8), seed=np.int64(3),
+    )  # fmt: skip
+    assert json.loads(json.dumps(options.to_json()))["seed"] == 3
+    assert [type(load.concurrency) for load in options.loads if isinstance(load, Closed)] == [int, int]
+    spec = trtpipe.settings(recipe="smollm2-cpu", tp=np.int64(1), set={"build.max_batch_size": np.int32(2)})
+    assert (spec.mapping.tp_size, spec.build.max_batch_size) == (1, 2)
+
+
+def test_a_benchmark_of_an_adapter_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = SimpleNamespace(adapter="support", model="m:support", server="s", target="m")
+    asked: list[Any] = []
+
+    def choose(target: str, **arguments: Any) -> None:
+        asked.append((target, arguments))
+        raise ArithmeticError
+
+    monkeypatch.setattr(api, "choose", choose)
+    for given in ({}, {"protocol": "chat"}):
+        with pytest.raises(ArithmeticError):
+            api.bench.__wrapped__(client, **given)  # type: ignore[attr-defined]
+    assert asked == [
+        ("m", {"openai_model": "m:support", "protocol": protocol, "server": "s"})
+        for protocol in ("completions", "chat")
+    ]
+    with pytest.raises(trtpipe.UsageError, match="protocol grpc measures the model without the adapter support"):
+        api.bench.__wrapped__(client, protocol="grpc")  # type: ignore[attr-defined]
 
 
 def test_a_client_needs_a_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,18 @@ def test_a_benchmark_whose_requests_fail_is_no_proof(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, told=report, **more: told)
         with pytest.raises(StageFailed, match=f"requests of the benchmark failed: {told}"):
             prove._served(spec, Path("x"), "m", None)
+
+
+def test_a_full_disk_fails_a_step_and_not_what_was_proven_before() -> None:
+    way = prove._Way("bf16", lambda told: None, lambda step: None)
+
+    def full() -> tuple[str, None]:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/engine")
+
+    way.step("build", full)
+    (step,) = way.steps
+    assert (step.name, step.state) == ("build", "failed")
+    assert "No space left on device" in step.told
 
 
 def test_the_reference_runtime_compared_with_itself_is_told() -> None:
