@@ -50,10 +50,7 @@ def manifests(target: Target, template: dict[str, Any]) -> dict[str, dict[str, A
                 "predictor": {
                     "minReplicas": least,
                     "maxReplicas": least,
-                    "deploymentStrategy": {
-                        "type": "RollingUpdate",
-                        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
-                    },
+                    "deploymentStrategy": {"type": "RollingUpdate", "rollingUpdate": target.rolling_update},
                     "model": {"modelFormat": {"name": target.passport.runtime}, "runtime": target.name},
                     **pod,
                 }

@@ -213,12 +213,6 @@ def _server(target: Target) -> Manifest:
     return _template(target, "server", launch.server_words(target.passport, target.config, target.placement))
 
 
-def _surge(target: Target) -> dict[str, int]:
-    """Settings of a rolling update. With `surge` the successor starts first: an update never takes capacity away, and
-    waits when no GPU is free. Without it the old pod ends first."""
-    return {"maxUnavailable": 0, "maxSurge": 1} if target.config.surge else {"maxUnavailable": 1, "maxSurge": 0}
-
-
 def _fixed_replicas(target: Target) -> Manifest:
     """`replicas`, unless the autoscaler decides: each `kubectl apply` would reset the autoscaler's number."""
     least, most = target.replicas
@@ -247,7 +241,7 @@ def _deployment(target: Target) -> Manifest:
             "revisionHistoryLimit": 3,
             "progressDeadlineSeconds": target.config.startup_seconds + PROGRESS_MARGIN_SECONDS,
             "selector": {"matchLabels": target.selector()},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": _surge(target)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": target.rolling_update},
             "template": template,
         },
     }
@@ -262,7 +256,7 @@ def _leader_worker_set(target: Target) -> Manifest:
             **_fixed_replicas(target),
             # The leader is ready when its workers' ranks are: workers that waited for it would wait for ever.
             "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _surge(target)},
+            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": target.rolling_update},
             "networkConfig": {"subdomainPolicy": "Shared"},
             "leaderWorkerTemplate": {
                 "size": target.placement.pods,

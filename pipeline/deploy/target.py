@@ -64,6 +64,12 @@ class Target:
         return least, self.config.replicas_max or max(least, AUTOSCALED_TO)
 
     @property
+    def rolling_update(self) -> dict[str, int]:
+        """Settings of a rolling update. With `surge` the successor starts first: an update never takes capacity away,
+        and waits when no GPU is free. Without it the old pod ends first."""
+        return {"maxUnavailable": 0, "maxSurge": 1} if self.config.surge else {"maxUnavailable": 1, "maxSurge": 0}
+
+    @property
     def scripts(self) -> str | None:
         return f"{self.name}-scripts" if self.grouped else None
 

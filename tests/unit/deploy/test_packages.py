@@ -101,7 +101,9 @@ def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
     predictor = service["spec"]["predictor"]
     assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
     assert predictor["model"]["modelFormat"] in runtime["spec"]["supportedModelFormats"]
-    assert predictor["deploymentStrategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert predictor["deploymentStrategy"]["rollingUpdate"] == (
+        {"maxUnavailable": 1, "maxSurge": 0} if name == "fixed" else {"maxUnavailable": 0, "maxSurge": 1}
+    )
     template = next(templates(name))
     pod = dict(template["spec"])
     pod.pop("topologySpreadConstraints")
