@@ -449,11 +449,11 @@ def test_streams_that_the_caller_closed_or_that_are_full(
     assert (done.returncode, done.stderr) == (status, said)
 
 
-def test_a_folder_that_holds_nothing(run: Run) -> None:
+def test_a_folder_that_holds_nothing(run: Run, in_folder: Path) -> None:
     missing = run("search", "empty")
     assert (missing.status, missing.error()) == (
         2,
-        "there is no folder empty; check its path, or push a target to it first",
+        f"there is no folder {in_folder / 'empty'}; check its path, or push a target to it first",
     )
     Path("empty").mkdir()
     assert run("search", "empty").out == "empty has no targets\n"
