@@ -194,6 +194,10 @@ def _extract(
         told = tar.getmember(member)
     except KeyError:
         told = None
+    except OSError as error:  # by a negative size, tarfile seeks to before the file's start
+        raise InputDataError(
+            f"{path} is not a whole export", why=error.strerror or str(error), remedy="copy it again"
+        ) from None
     stream = tar.extractfile(told) if told is not None and told.isreg() else None
     if told is None or stream is None:
         raise InputDataError(f"{path} lacks {member}", why="it is cut short, or another export", remedy="copy it again")

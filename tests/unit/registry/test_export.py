@@ -250,6 +250,19 @@ def test_a_copy_cut_short(made: tuple[BuildSpec, Store], tmp_path: Path) -> None
                 export.unpack(path, store)
 
 
+def test_a_member_of_a_negative_size(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+    path = export.pack(made[0].target, made[1], tmp_path / "out.tar")
+    with tarfile.open(path) as tar:
+        at = tar.getmembers()[1].offset
+    data = bytearray(path.read_bytes())
+    data[at + 124 : at + 136] = (-(1 << 40)).to_bytes(12, "big", signed=True)
+    data[at + 148 : at + 156] = b" " * 8
+    data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    path.write_bytes(data)
+    with pytest.raises(InputDataError, match=r"out\.tar is not a whole export: .*; copy it again$"):
+        export.unpack(path, Store(tmp_path / "elsewhere"))
+
+
 def gzipped(path: Path) -> None:
     path.write_bytes(gzip.compress(path.read_bytes()))
 
