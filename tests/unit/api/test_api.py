@@ -207,13 +207,12 @@ def test_what_a_report_says_of_its_client_is_measured_outside_of_a_notebook_s_lo
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    options, _ = checked(choose)(
-        grpc_url="localhost:8001", protocol="grpc", tokenizer=Path("tokenizer.json"), concurrency=np.array([1, 4]),
-        requests=np.int64(8), seed=np.int64(3),
-    )  # fmt: skip
+    one, two, several = np.int64(1), np.int32(2), np.array([1, 4])
+    given: dict[str, Any] = {"concurrency": several, "requests": np.int64(8), "seed": np.int64(3)}
+    options, _ = checked(choose)(grpc_url="a:1", protocol="grpc", tokenizer=Path("tokenizer.json"), **given)
     assert json.loads(json.dumps(options.to_json()))["seed"] == 3
     assert [type(load.concurrency) for load in options.loads if isinstance(load, Closed)] == [int, int]
-    spec = trtpipe.settings(recipe="smollm2-cpu", tp=np.int64(1), set={"build.max_batch_size": np.int32(2)})
+    spec = trtpipe.settings(recipe="smollm2-cpu", tp=one, set={"build.max_batch_size": two})  # type: ignore[arg-type]
     assert (spec.mapping.tp_size, spec.build.max_batch_size) == (1, 2)
 
 
