@@ -15,13 +15,13 @@ from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import Stored, read_stored, under_published_names
 from trtpipe.engines.process import Progress, serve_worker
-from trtpipe.engines.quantization import Algorithm
+from trtpipe.engines.quantization import Algorithm, KvCacheQuantAlgo
 from trtpipe.engines.quantize.algorithms import Tensors
 from trtpipe.engines.quantize.formats import TENSORRT_LLM
 from trtpipe.engines.quantize.worker import TORCH_DTYPE, lay_out_checkpoint
 from trtpipe.engines.quantize.writer import Writer
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
-from trtpipe.engines.reference.number_formats import to_e4m3
+from trtpipe.engines.reference.number_formats import E2M1_MAX, to_e4m3
 from trtpipe.engines.reference.stored_linear import cache_scale, read_linear
 
 
@@ -80,11 +80,13 @@ def _layer(
                     scalar = role != "weight" and tensor.dim() == 0
                     out[f"{name}.{names[role]}"] = tensor.reshape(TENSORRT_LLM.scalar_shape) if scalar else tensor
     if stored.quantization.kv_cache_quant_algo is not None:
-        # A checkpoint's scales are never below one, as in `encode`.
-        k, v = (
-            cache_scale(tensors, prefix + name).clamp(min=1.0).reshape(TENSORRT_LLM.scalar_shape)
-            for name in stored.cache_scales(source)
-        )
+        k, v = (cache_scale(tensors, prefix + name) for name in stored.cache_scales(source))
+        if stored.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4:
+            # A folder's are for FP8, which attention computes with; see `encode`.
+            k, v = ((scale / E2M1_MAX).reshape(()) for scale in (k, v))
+        else:
+            # A checkpoint's scales are never below one, as in `encode`.
+            k, v = (scale.clamp(min=1.0).reshape(TENSORRT_LLM.scalar_shape) for scale in (k, v))
         scales = {
             "k_cache_scaling_factor": k,
             "v_cache_scaling_factor": v,

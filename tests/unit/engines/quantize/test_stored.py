@@ -78,6 +78,22 @@ def test_the_checkpoint_is_the_one_of_our_own_quantization(
         assert (ours / name).read_bytes() == (tmp_path / "made" / name).read_bytes(), name
 
 
+def test_the_scales_of_an_nvfp4_cache_are_those_of_our_own_quantization(exact: Path, tmp_path: Path) -> None:
+    quantization = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.NVFP4)
+    ours = quantized(exact, tmp_path / "ours", quantization, "trtllm")
+    folder = quantized(exact, tmp_path / "folder", quantization)
+    assert converted(folder, tmp_path / "made") == 0
+    assert inspect(tmp_path / "made").problems == ()
+    wanted, made = (load_file(place / "rank0.safetensors") for place in (ours, tmp_path / "made"))
+    assert wanted.keys() == made.keys()
+    # The largest key or value is 1 in calibration: 1 / (6 * 448), where the folder has 1 / 448 for FP8.
+    caches = [name for name in made if name.endswith("_cache_scaling_factor")]
+    assert len(caches) == 2 * 3
+    assert [made.pop(name).item() for name in caches] == pytest.approx([1 / 2688] * 6)
+    assert [wanted.pop(name).item() for name in caches] == pytest.approx([1 / 2688] * 6)
+    assert all(torch.equal(made[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in made)
+
+
 @pytest.mark.parametrize("family", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
 def test_experts_become_the_checkpoint_of_our_own_quantization(tmp_path: Path, family: dict[str, Any]) -> None:
     source = hf_folder(tmp_path / "source", **SIZES, **family)
