@@ -77,7 +77,10 @@ def k8s(
         console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})
         return
     console.table(("written",), [(path,) for path in paths])
-    console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
+    console.result(
+        f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart -n {made.namespace}   "
+        f"({out}/README.md says more)"
+    )
 
 
 def monitoring(

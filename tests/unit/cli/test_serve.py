@@ -315,6 +315,7 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run:
     assert "key: spot" in written
     assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
     assert written.count("trtpipe/repository: ") == 1
+    assert "helm install NAME three/chart -n llm " in run(*deploy, "three", "--no-openai", "--namespace", "llm").out
     told = json.loads(run(*deploy, "two", "--no-openai", "--json").out)
     assert (told["folder"], "base/deployment.yaml" in told["files"]) == ("two", True)
     assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()

@@ -663,6 +663,8 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
     write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "kubectl apply -k base" in text
+    # ./runs/TARGET/repository is a link, which neither a pod nor Docker follows.
+    assert "cp -rL" in text
     assert "None" not in text
     assert not re.search(r"\{[a-z_]+[.}]", text)
     assert "\n\n\n" not in text
