@@ -19,7 +19,7 @@ def install(
     used: int = 4,
 ) -> Path:
     """Put it first on PATH; each GPU is a product and its compute capability. Returns the script."""
-    lines = "\n".join(f"{index}, {gpu}, {driver}, {total}, {used}" for index, gpu in enumerate(gpus))
+    lines = "\n".join(f"{index}, {gpu}, {driver}, {total}, {used}, GPU-{index}a8b" for index, gpu in enumerate(gpus))
     return install_script(monkeypatch, folder, f'while read -r line; do echo "$line"; done <<END\n{lines}\nEND')
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from time import monotonic_ns
 from typing import Any
 
-from trtpipe.engines.nvidia import is_visible
+from trtpipe.engines.nvidia import visible
 from trtpipe.pipeline.bench.options import is_local
 
 PERIOD_S = 0.5
@@ -60,15 +60,16 @@ class GpuSampler:
     @classmethod
     def find(cls, url: str) -> GpuSampler | None:
         """Sampler of this machine's GPUs that CUDA_VISIBLE_DEVICES leaves visible, if the server at `url` runs here;
-        None without GPUs or a driver."""
+        None without GPUs or a driver, and for a MIG slice, of which NVML tells no figures but those of its GPU."""
         if not is_local(url) or not has_driver():
             return None
         import pynvml  # type: ignore[import-untyped]
 
         try:
             pynvml.nvmlInit()
-            indices = filter(is_visible, range(pynvml.nvmlDeviceGetCount()))
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
+            every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            found = visible((index, str(pynvml.nvmlDeviceGetUUID(handle))) for index, handle in enumerate(every))
+            handles = [handle for index, handle in enumerate(every) if index in found]
         except pynvml.NVMLError:
             return None
         return cls(pynvml, handles) if handles else None

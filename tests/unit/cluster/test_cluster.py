@@ -48,7 +48,7 @@ fi
 def programs(folder: Path, gpu: str) -> str:
     """A PATH of a machine that has one such card, and a trtllm-build that can be held."""
     folder.mkdir(parents=True)
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '0, {gpu}, 595.10.01, 81559, 4'\n")
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '0, {gpu}, 595.10.01, 81559, 4, GPU-0a8b'\n")
     (folder / "nvidia-smi").chmod(0o755)
     install_trtllm_build(folder, HELD.format(hold=folder.parent / "hold"))
     return f"{folder}:{os.environ['PATH']}"

@@ -31,14 +31,51 @@ def test_gpus_as_the_driver_tells_them(tmp_path: Path, monkeypatch: pytest.Monke
     first, second = read_gpus()
     assert (first.index, first.name, first.sm, first.driver) == (0, "NVIDIA H100 80GB HBM3", 90, "595.10.01")
     assert (first.total_mib, first.used_mib) == (81559, 1000)
-    assert (second.index, second.describe()) == (1, "NVIDIA L4 (SM89)")
+    assert (second.index, second.describe(), second.device) == (1, "NVIDIA L4 (SM89)", "1")
 
 
-@pytest.mark.parametrize(("visible", "seen"), [("1", [1]), ("2,0", [0, 2]), ("", []), ("GPU-8a1", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("1", [1]), ("2,0", [0, 2]), ("", []),
+        # CUDA ends at the first word that names no GPU.
+        ("-1", []), ("0,-1", [0]), ("0,-1,1", [0]), ("none", []), ("3,0", []), ("0,,1", [0]), ("0,", [0]),
+        ("GPU-1a8b", [1]), ("GPU-2a, 0", [0, 2]), ("GPU-9", []), ("GPU-", []), ("MIG-1", []),
+    ],
+)  # fmt: skip
 def test_only_what_cuda_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[int]) -> None:
     nvidia_smi.install(monkeypatch, tmp_path, H100, H100, H100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu.index for gpu in read_gpus()] == seen
+
+
+SLICES = """
+if [ "$1" = -L ]; then
+    echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a8b)"
+    echo "  MIG 3g.40gb     Device  0: (UUID: MIG-7f3e)"
+    echo "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1a8b)"
+    echo "  MIG 3g.40gb     Device  0: (UUID: MIG-c1d0)"
+    echo "  MIG 3g.40gb     Device  1: (UUID: MIG-c2d0)"
+else
+    echo "0, NVIDIA H100 80GB HBM3, 9.0, 595.10.01, 81559, 4, GPU-0a8b"
+    echo "1, NVIDIA H100 80GB HBM3, 9.0, 595.10.01, 81559, 4, GPU-1a8b"
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("MIG-c2d0", [(1, "MIG-c2d0")]), ("MIG-c1,MIG-c2", [(1, "MIG-c1d0")]), ("MIG-c", []),
+        ("MIG-c1d0,0", [(0, "0"), (1, "MIG-c1d0")]), ("1", [(1, "1")]),
+    ],
+)  # fmt: skip
+def test_a_mig_slice_is_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[tuple[int, str]]
+) -> None:
+    nvidia_smi.install_script(monkeypatch, tmp_path, SLICES)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [(gpu.index, gpu.device) for gpu in read_gpus()] == seen
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}a8b"
+
     def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
         return f"GPU {handle}"
 
@@ -90,6 +93,17 @@ def test_what_two_gpus_tell(nvml: Nvml) -> None:
     assert said["nvml"]["energy_j_per_token"] == 2.0
     assert len(said["nvml"]["series"]["t_s"]) == len(said["nvml"]["series"]["gpu 0 sm_clock"]) == 2
     assert nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"), [("1", ["GPU 1"]), ("GPU-1a", ["GPU 1"]), ("0,-1,1", ["GPU 0"]), ("-1", []), ("MIG-1", [])]
+)
+def test_gpus_that_cuda_may_not_see_are_not_sampled(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = GpuSampler.find("http://localhost:8000")
+    assert ([] if found is None else found.names) == names
 
 
 @pytest.mark.parametrize("url", ["10.0.0.7:8001", "http://triton:8000", "https://example.org/v1"])
