@@ -152,7 +152,8 @@ class DockerExecutor:
         return HostError(
             f"Docker cannot be reached at {self._url}",
             why=why,
-            remedy="start dockerd, or add your user to the docker group",
+            remedy="start dockerd, add your user to the docker group, or set DOCKER_HOST to the endpoint that "
+            "`docker context ls` lists",
         )
 
     @property

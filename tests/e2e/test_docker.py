@@ -322,7 +322,8 @@ def test_no_daemon(make_task: MakeTask, tmp_path: Path) -> None:
         DockerExecutor("image", base_url=url).run(make_task("pass"))
     assert str(error.value) == (
         f"Docker cannot be reached at {url}: No such file or directory; "
-        "start dockerd, or add your user to the docker group"
+        "start dockerd, add your user to the docker group, or set DOCKER_HOST to the endpoint that "
+        "`docker context ls` lists"
     )
 
 

@@ -544,7 +544,8 @@ class TestConnection:
             DockerExecutor(IMAGE).prepare()
         assert str(error.value) == (
             "Docker cannot be reached at unix:///run/mine.sock: Permission denied; "
-            "start dockerd, or add your user to the docker group"
+            "start dockerd, add your user to the docker group, or set DOCKER_HOST to the endpoint that "
+            "`docker context ls` lists"
         )
 
     def test_what_docker_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
