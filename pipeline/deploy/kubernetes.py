@@ -300,14 +300,17 @@ def _service(target: Target, *, headless: bool = False) -> Manifest:
 
 
 def _pod_disruption_budget(target: Target) -> Manifest:
-    """A single replica is evicted only by a person; of several, one pod at a time, however many there are by then."""
-    single = target.config.replicas_min == 1
+    """Two replicas and more: one pod at a time, however many there are by then. Where there may be a single one, it is
+    evicted only by a person, and of several that there are by then no more pods at a time than half of the replicas."""
+    single, pods = target.config.replicas_min == 1, target.placement.pods
+    # Rounded up by Kubernetes: of n replicas, n / 2 pods may go, rounded down.
+    least = f"{(100 * pods - 50) // pods}%"
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(target, target.name),
         "spec": {
-            **({"minAvailable": target.placement.pods} if single else {"maxUnavailable": 1}),
+            **({"minAvailable": least} if single else {"maxUnavailable": 1}),
             "selector": {"matchLabels": target.selector(None)},
             # A pod that does not become ready would block a drain of its node, and serves nobody.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -573,10 +574,23 @@ def test_updates_and_evictions_take_no_capacity_unless_asked() -> None:
     assert rollout("one") == rollout("group") == {"maxUnavailable": 0, "maxSurge": 1}
     assert rollout("fixed") == rollout("wide") == {"maxUnavailable": 1, "maxSurge": 0}
     budgets = {name: one(name, "PodDisruptionBudget")["spec"] for name in ("one", "group", "tp2", "wide")}
-    assert [budgets[name].get("minAvailable") for name in budgets] == [1, 2, None, None]
+    assert [budgets[name].get("minAvailable") for name in budgets] == ["50%", "75%", None, None]
     assert [budgets[name].get("maxUnavailable") for name in budgets] == [None, None, 1, 1]
     keys = [spread["topologyKey"] for spread in next(templates("one"))["spec"]["topologySpreadConstraints"]]
     assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+
+
+@pytest.mark.parametrize("gpus", [16, 8, 4, 2, 1])
+def test_the_only_replica_is_not_evicted_and_of_several_at_most_half(gpus: int) -> None:
+    """Those that the autoscaler has added too; a group is lost with any of its pods."""
+    pods = 16 // gpus
+    least = one("group", "PodDisruptionBudget", gpus_per_node=gpus)["spec"]["minAvailable"]
+
+    def evicted(replicas: int) -> int:
+        """Pods at a time: Kubernetes rounds the least up."""
+        return pods * replicas - math.ceil(pods * replicas * int(least.removesuffix("%")) / 100)
+
+    assert [evicted(replicas) for replicas in (1, 2, 3, 4)] == [0, 1, 1, 2]
 
 
 def test_another_engine_makes_other_pods() -> None:
