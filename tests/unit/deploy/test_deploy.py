@@ -632,8 +632,8 @@ def test_a_change_of_the_repository_alone_makes_other_pods(tmp_path: Path) -> No
     (repository / "tensorrt_llm" / "1" / "rank0.engine").symlink_to(weights)
     seen = [annotated(repository)]
     assert annotated(repository) == seen[0]
-    for path in sorted(path for path in repository.rglob("*.*") if not path.is_symlink()):
-        path.write_text("after_")
+    for small in sorted(path for path in repository.rglob("*.*") if not path.is_symlink()):
+        small.write_text("after_")
         seen.append(annotated(repository))
     assert len(set(seen)) == 4
     weights.write_bytes(b"")
