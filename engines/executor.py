@@ -23,8 +23,9 @@ class Task:
     out: Path
     # Name of the program in messages: "trtllm-build".
     what: str
-    # Indices of the GPUs that the program may use: () for none, None for all.
-    gpus: tuple[int, ...] | None
+    # GPUs that the program may use, by nvidia-smi's index or the UUID of a MIG slice: () for none, None for all that
+    # CUDA_VISIBLE_DEVICES leaves visible.
+    gpus: tuple[int | str, ...] | None
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     # Whether the program needs the machine's network: a server does, a build does not.

@@ -48,7 +48,7 @@ def build(
         reads=(checkpoint.path, *(Path(folder).resolve() for folder in build.lora_dir)),
         out=out,
         what=PROGRAM,
-        gpus=None,
+        gpus=workshop.gpus,
         log=workshop.log,
     )
     facts = workshop.executor.run(task, workshop.show)

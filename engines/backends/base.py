@@ -35,11 +35,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """Where an engine is built: executor of the build program, its log file, callback for each line of the log."""
+    """Where an engine is built: executor of the build program, its log file, callback for each line of the log, and the
+    GPUs that the program may use, as in Task."""
 
     executor: Executor
     log: Path
     show: Callable[[str], None] = lambda line: None
+    gpus: tuple[int | str, ...] | None = None
 
 
 class ServedBy(str, enum.Enum):

@@ -179,7 +179,7 @@ def serve(
     server            auto, local (tritonserver of this environment) or docker (the toolchain's image)
     image             image of a docker server, in place of the toolchain's
     http_port, ...    ports; 0 takes a free one. openai_port is the gateway's, and None starts none
-    gpus              indices of the GPUs that a container gets; all if left out
+    gpus              indices of the GPUs that a container gets; all visible ones if left out
     engine_python     Python that runs engines; for vLLM that of the environment beside this one if left out
     allow_model_code  whether code of unknown templates may run
     drain_s           seconds that requests in flight have to end after the block

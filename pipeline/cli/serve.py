@@ -51,7 +51,9 @@ def serve(
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
     timeout: Timeout = 600,
-    gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs of the container, such as 0,1; all visible ones if left out.")
+    ] = None,
     shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
         str | None,

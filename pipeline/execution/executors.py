@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.executor import Task
+from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.process import Lines, Progress, describe_status, run, tail
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class LocalExecutor:
             )
         env = dict(task.env)
         if task.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, task.gpus))
+            # CUDA's own order is by speed, nvidia-smi's by the place on the bus.
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, task.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         run([found, *arguments], task.log, what=task.what, env=env, cwd=task.out, show=show)
         return {}
 
@@ -249,7 +251,10 @@ class DockerExecutor:
         from docker.types import DeviceRequest, Mount, Ulimit
 
         reads = dict.fromkeys(str(path) for path in task.reads if path != task.out)
-        devices = {"count": -1} if task.gpus is None else {"device_ids": [str(index) for index in task.gpus]}
+        gpus = task.gpus
+        if gpus is None and "CUDA_VISIBLE_DEVICES" in os.environ:
+            gpus = tuple(gpu.device for gpu in read_gpus())
+        devices = {"count": -1} if gpus is None else {"device_ids": [str(gpu) for gpu in gpus]}
         return {
             "command": list(task.command),
             "working_dir": str(task.out),
@@ -260,7 +265,7 @@ class DockerExecutor:
             "user": self.user or _caller(client),
             # The image has no user of that number: programs that look up their user find these values instead.
             "environment": {"HOME": "/tmp", "USER": "trtpipe", **task.env},
-            "device_requests": [] if task.gpus == () else [DeviceRequest(capabilities=[["gpu"]], **devices)],
+            "device_requests": [] if gpus == () else [DeviceRequest(capabilities=[["gpu"]], **devices)],
             "shm_size": self.shm_size,
             "ulimits": [Ulimit(name=name, soft=limit, hard=limit) for name, limit in limits.items()],
             "init": True,

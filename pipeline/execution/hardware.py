@@ -37,11 +37,12 @@ def matching_gpus(target: Target) -> list[Gpu]:
     return same
 
 
-def require_gpu(target: Target, rank_bytes: int) -> Gpu:
-    """A GPU to build on, with room for a rank's weights. Raises HostError for a GPU that is too small or in use."""
-    gpus = matching_gpus(target)
+def require_gpus(target: Target, rank_bytes: int, most: int) -> list[Gpu]:
+    """GPUs to build on, with room for a rank's weights: the freest first, one at least and `most` at most. Raises
+    HostError where all are too small or in use."""
+    gpus = sorted(matching_gpus(target), key=lambda gpu: gpu.used_mib - gpu.total_mib)
     need = rank_bytes / 2**20
-    best = max(gpus, key=lambda gpu: gpu.total_mib - gpu.used_mib)
+    best = gpus[0]
     if best.total_mib < need:
         raise HostError(
             f"the weights of a rank take {need / 1024:.1f} GiB, and {best.describe()} has {best.total_mib / 1024:.1f}",
@@ -54,7 +55,7 @@ def require_gpu(target: Target, rank_bytes: int) -> Gpu:
             why=f"other programs use {best.used_mib / 1024:.1f} GiB of it",
             remedy="end them (`nvidia-smi` lists them)",
         )
-    return best
+    return [gpu for gpu in gpus[:most] if gpu.total_mib - gpu.used_mib >= need]
 
 
 def choose_executor(name: str, toolchain: Toolchain) -> Executor:

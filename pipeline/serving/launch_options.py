@@ -53,7 +53,7 @@ class LaunchOptions:
     reasoning            whether the models' reasoning is apart from the text of answers
     model_names          names of the only target's model at the gateway; the target's name if left out
     cors_origins         origins whose pages may call the gateway from a browser
-    gpus                 indices of the GPUs a container gets; None for all
+    gpus                 indices of the GPUs a container gets; None for all visible ones
     shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
     engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run

@@ -97,11 +97,15 @@ class Build(Stage):
         target, rank_bytes = settings.target, _rank_bytes(checkpoint.path, backend.FORM)
         made: dict[str, str] = {}
         executor: Executor = LocalExecutor()
+        devices: tuple[str, ...] = ()
         if backend.COMPILED:
-            made = hardware.facts(hardware.require_gpu(target, rank_bytes))
+            # trtllm-build takes the first of the GPUs that it sees, or as many as it builds ranks at a time.
+            at_once = min(settings.build.workers, target.mapping.world_size)
+            gpus = hardware.require_gpus(target, rank_bytes, at_once)
+            devices, made = tuple(gpu.device for gpu in gpus), hardware.facts(gpus[0])
             executor = hardware.choose_executor(settings.executor, target.toolchain)
             executor.prepare(job.progress)
-        workshop = Workshop(executor=executor, log=job.log, show=job.show)
+        workshop = Workshop(executor=executor, log=job.log, show=job.show, gpus=devices)
         engine, where = backend.build(checkpoint, job.out, settings.build, target, workshop)
         if "draft" in job.inputs:
             lay_out_draft(job.inputs["draft"], engine.path)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.support import nvidia_smi
 from tests.support.adapters import write_adapter
 from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
@@ -19,7 +20,6 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import read_passport
-from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.registry import export, provenance, transfer
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.package import refuse_objects
@@ -164,9 +164,7 @@ def test_an_engine_of_tensorrt_llm(
 ) -> None:
     """By the double of trtllm-build; the arrays are in the folder that the C++ backend loads."""
     monkeypatch.setenv("PATH", str(install_trtllm_build(tmp_path / "bin").parent), prepend=":")
-    for name in ("matching_gpus", "require_gpu"):
-        monkeypatch.setattr(hardware, name, lambda *a: [])
-    monkeypatch.setattr(hardware, "facts", lambda gpu: {})
+    nvidia_smi.install(monkeypatch, tmp_path / "bin", nvidia_smi.H100)
     with pytest.raises(UsageError, match="does not serve adapters of a bfloat16 engine by name"):
         plan(model, gpu="h100", dtype="bf16", runtime="tensorrt_llm", lora=lora)
     chosen = plan(model, gpu="h100", dtype="fp16", runtime="tensorrt_llm", executor="local", lora={"de": lora["de"]})

@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 import trtpipe.engines.backends.reference
+from tests.support import nvidia_smi
+from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
+from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.resolve import resolve
@@ -400,6 +403,35 @@ def test_what_a_failed_stage_left_is_kept_on_demand_and_named(
     (left,) = (store.home / "artefacts" / "package").iterdir()
     assert recorder.notes == [f"package: what it made so far is kept in {left}"]
     assert (left / "files" / "half").read_text() == "h"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("visible", "settings", "devices"),
+    [
+        (None, [], "3"), (None, ["build.workers=4"], "3,1"), ("2,1,0", ["build.workers=4"], "1"), ("GPU-1", [], "1"),
+        ("MIG-c1d0", [], "MIG-c1d0"),
+    ],
+)  # fmt: skip
+def test_an_engine_is_built_on_the_gpu_that_was_checked(
+    model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    visible: str | None, settings: list[str], devices: str,
+) -> None:  # fmt: skip
+    gpus = ["NVIDIA H100 80GB HBM3, 9.0", "NVIDIA L4, 8.9", "NVIDIA L4, 8.9", "NVIDIA L4, 8.9"]
+    used = [0, 9000, 23034, 4]  # the third is full
+    lines = [f"echo '{at}, {gpus[at]}, 595.10.01, 23034, {used[at]}, GPU-{at}a8b'" for at in range(4)]
+    listing = "if [ $1 = -L ]; then echo 'GPU 1: NVIDIA L4 (UUID: GPU-1a8b)\n (UUID: MIG-c1d0)'; exit; fi"
+    nvidia_smi.install_script(monkeypatch, tmp_path / "bin", "\n".join([listing, *lines]))
+    seen = tmp_path / "seen"
+    install_trtllm_build(tmp_path / "bin", f'echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER" > {seen}')
+    monkeypatch.setenv("TRTLLM_DOUBLE_SM", "89")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    chosen = plan(model, *settings, gpu="l4", dtype="bf16", tp=2)
+    build(chosen, store)
+    assert seen.read_text() == f"{devices} PCI_BUS_ID\n"
+    passport = read_passport(RunFolder.of(chosen.target).linked("engine"))
+    assert passport.made == {"gpu": "NVIDIA L4", "driver": "595.10.01"}
 
 
 def test_a_gpu_engine_without_its_gpu_keeps_the_checkpoint(

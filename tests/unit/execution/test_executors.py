@@ -17,6 +17,7 @@ import requests
 from docker.errors import APIError, DockerException, ImageNotFound
 from urllib3.exceptions import ProtocolError
 
+from tests.support import nvidia_smi
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.executor import Executor, Task
 from trtpipe.pipeline.execution.executors import DockerExecutor, Layers, LocalExecutor
@@ -63,12 +64,20 @@ class TestLocal:
         assert self.run(task) == [str(task.out), "more"]
         assert task.log.read_text().endswith(f"/sh -c 'pwd; echo $MORE'\n{task.out}\nmore\n")
 
-    @pytest.mark.parametrize(("gpus", "seen"), [(None, "7"), ((), "none"), ((2,), "2"), ((0, 3), "0,3")])
+    @pytest.mark.parametrize(
+        ("gpus", "seen"),
+        [
+            (None, "7 FASTEST_FIRST"), ((), "none PCI_BUS_ID"), ((2,), "2 PCI_BUS_ID"), ((0, 3), "0,3 PCI_BUS_ID"),
+            (("MIG-7f3e",), "MIG-7f3e PCI_BUS_ID"),
+        ],
+    )  # fmt: skip
     def test_gpus(
         self, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...] | None, seen: str
     ) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-        assert self.run(make_task("sh", "-c", "echo ${CUDA_VISIBLE_DEVICES:-none}", gpus=gpus)) == [seen]
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+        script = "echo ${CUDA_VISIBLE_DEVICES:-none} $CUDA_DEVICE_ORDER"
+        assert self.run(make_task("sh", "-c", script, gpus=gpus)) == [seen]
 
     def test_a_program_beside_python_comes_first(
         self, make_task: MakeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +270,24 @@ class TestTask:
         assert self.options(daemon, make_task("x", gpus=()))["device_requests"] == []
         (request,) = self.options(daemon, make_task("x", gpus=(0, 3)))["device_requests"]
         assert (request["Count"], request["DeviceIDs"]) == (0, ["0", "3"])
+
+    @pytest.mark.process
+    @pytest.mark.parametrize(
+        ("visible", "gpus", "devices"),
+        [
+            (None, None, [(-1, None)]), ("1", None, [(0, ["1"])]), ("GPU-2,0", None, [(0, ["0", "2"])]),
+            ("-1", None, []), ("", None, []), ("1", (2,), [(0, ["2"])]),
+        ],
+    )  # fmt: skip
+    def test_gpus_that_cuda_may_not_see(
+        self, daemon: FakeDocker, make_task: MakeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        visible: str | None, gpus: tuple[int, ...] | None, devices: list[tuple[int, list[str] | None]],
+    ) -> None:  # fmt: skip
+        nvidia_smi.install(monkeypatch, tmp_path, nvidia_smi.H100, nvidia_smi.H100, nvidia_smi.H100)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        requests = self.options(daemon, make_task("x", gpus=gpus))["device_requests"]
+        assert [(request["Count"], request["DeviceIDs"] or None) for request in requests] == devices
 
     def test_a_container_runs_as_the_caller_or_as_root_of_rootless_docker(
         self, daemon: FakeDocker, make_task: MakeTask

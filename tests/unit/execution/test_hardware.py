@@ -135,19 +135,32 @@ def test_a_driver_too_old_for_the_release(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_card_too_small_and_one_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi.install(monkeypatch, tmp_path, H100, total=81920, used=61440)
-    assert hardware.require_gpu(target(), 19 * GIB).index == 0
+    assert [gpu.index for gpu in hardware.require_gpus(target(), 19 * GIB, 1)] == [0]
     with pytest.raises(HostError) as error:
-        hardware.require_gpu(target(), 21 * GIB)
+        hardware.require_gpus(target(), 21 * GIB, 1)
     assert str(error.value) == (
         "GPU 0 has 20.0 GiB free, and the weights of a rank take 21.0: other programs use 60.0 GiB of it; "
         "end them (`nvidia-smi` lists them)"
     )
     with pytest.raises(HostError) as error:
-        hardware.require_gpu(target(), 131 * GIB)
+        hardware.require_gpus(target(), 131 * GIB, 1)
     assert str(error.value) == (
         "the weights of a rank take 131.0 GiB, and NVIDIA H100 80GB HBM3 (SM90) has 80.0; "
         "spread them with --tp or --pp, or take a smaller --dtype"
     )
+
+
+@pytest.mark.parametrize(
+    ("gib", "most", "chosen"), [(1, 1, [3]), (1, 2, [3, 1]), (1, 8, [3, 1, 0]), (30, 8, [3, 1]), (50, 8, [3])]
+)
+def test_gpus_to_build_on_are_the_freest_of_the_target_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, most: int, chosen: list[int]
+) -> None:
+    lines = [f"{index}, {gpu}, 595.10.01, 81920, {used}, GPU-{index}" for index, (gpu, used) in enumerate(
+        [(H100, 61440), (H100, 40960), (A100, 0), (H100, 20480)]
+    )]  # fmt: skip
+    nvidia_smi.install_script(monkeypatch, tmp_path, "\n".join(f"echo '{line}'" for line in lines))
+    assert [gpu.index for gpu in hardware.require_gpus(target(), gib * GIB, most)] == chosen
 
 
 def refusal(name: str) -> str:
