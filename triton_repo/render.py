@@ -168,7 +168,7 @@ def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -
         "max_batch_size": batch,
         "inputs": tensors.CLIENT_INPUTS,
         "outputs": tensors.CLIENT_OUTPUTS,
-        "steps": _ensemble_steps(),
+        "steps": _ensemble_steps(ours),
     }
     script = {
         "max_queue_size": serving.max_queue_size,
@@ -259,8 +259,11 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
     return out
 
 
-def _ensemble_steps() -> list[dict[str, Any]]:
-    """Steps of the ensemble: preprocessing -> tensorrt_llm -> postprocessing. Internal names start with "_"."""
+def _ensemble_steps(ours: bool) -> list[dict[str, Any]]:
+    """Steps of the ensemble: preprocessing -> tensorrt_llm -> postprocessing. Internal names start with "_".
+
+    ours  whether the engine model has OWN_OUTPUTS
+    """
     inner = {ours: "_" + ours for ours in tensors.PREPROCESSED}
     inner |= {"OUT_END_ID": "_PREPROCESSOR_END_ID", "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID"}
     return [
@@ -279,6 +282,7 @@ def _ensemble_steps() -> list[dict[str, Any]]:
                 "output_ids": "_TOKENS_BATCH",
                 "sequence_length": "_SEQUENCE_LENGTH",
                 **{tensor.name: tensor.name for tensor in tensors.REPORT_OUTPUTS},
+                **({"request_key": "_REQUEST_KEY", "last_response": "_LAST_RESPONSE"} if ours else {}),
             },
         },
         {
@@ -289,6 +293,7 @@ def _ensemble_steps() -> list[dict[str, Any]]:
                 # Index of the response's sequence within the request, where a request has several sequences.
                 "BATCH_INDEX": "batch_index",
                 "SEQUENCE_INDEX": "sequence_index",
+                **({"REQUEST_KEY": "_REQUEST_KEY", "LAST_RESPONSE": "_LAST_RESPONSE"} if ours else {}),
             },
             "outputs": {"OUTPUT": "text_output"},
         },

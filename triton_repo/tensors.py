@@ -124,11 +124,14 @@ ENGINE_OUTPUTS: tuple[Tensor, ...] = (
 
 # Tensors of the Python-based backend that NVIDIA's backend lacks. prompt_log_probs [2, tokens - 1]: log-probabilities
 # of the prompt's tokens after the first, and of the likeliest tokens in their places; prompt_likeliest: ids of the
-# likeliest.
+# likeliest. request_key: number of the request, which no other request has; last_response: whether the response is the
+# last of its sequence.
 OWN_INPUTS: tuple[Tensor, ...] = _scalars("TYPE_BOOL", "return_prompt_log_probs")
 OWN_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("prompt_log_probs", "TYPE_FP32", (ANY, ANY)),
     Tensor("prompt_likeliest", "TYPE_INT32", (ANY,)),
+    Tensor("request_key", "TYPE_UINT64"),
+    Tensor("last_response", "TYPE_BOOL"),
 )
 
 PREPROCESSING_INPUTS: tuple[Tensor, ...] = (
@@ -163,6 +166,8 @@ POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (
     Tensor("SEQUENCE_LENGTH", "TYPE_INT32", (ANY,), optional=False),
     Tensor("BATCH_INDEX", "TYPE_INT32", (1,)),
     Tensor("SEQUENCE_INDEX", "TYPE_INT32", (1,)),
+    Tensor("REQUEST_KEY", "TYPE_UINT64"),
+    Tensor("LAST_RESPONSE", "TYPE_BOOL"),
     Tensor("STOP", "TYPE_BOOL"),
 )
 

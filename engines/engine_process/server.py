@@ -45,7 +45,7 @@ class _Stub:
     def __init__(self, connection: Connection, number: int) -> None:
         self.connection = connection
         self.number = number
-        self.running: dict[Any, str] = {}  # the stub's name for a request -> the client's id of the request
+        self.running: dict[Any, list[str]] = {}  # the stub's number of a sequence -> its request's id and key
 
 
 class _Peers:
@@ -205,15 +205,15 @@ def _handle(
         runtime.cancel((stub.number, message["id"]))
     elif kind == "stop":
         for owner in stubs.values():
-            for name, request_id in owner.running.items():
-                if request_id == message["request_id"]:
-                    runtime.cancel((owner.number, name))
+            for number, names in owner.running.items():
+                if message["name"] in names:
+                    runtime.cancel((owner.number, number))
     elif most is not None and sum(len(owner.running) for owner in stubs.values()) >= most:
         _send(stub, {"type": "refused", "id": message["id"], "full": True})
     else:
         try:
             runtime.submit(_request(stub, message, blob))
-            stub.running[message["id"]] = message["request_id"]
+            stub.running[message["id"]] = message["names"]
         except RequestRefused as error:
             if error.__cause__ is not None:
                 print(f"{error}: {error.__cause__}", file=sys.stderr, flush=True)

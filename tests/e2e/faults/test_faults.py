@@ -47,14 +47,14 @@ def works(served: Served) -> bool:
     [(model, stream) for model in MODELS for stream in (True, False) if stream or model != "ensemble"],
 )
 def test_a_cancelled_grpc_call_ends_in_the_engine(tiny: Served, model: str, stream: bool) -> None:
-    """Of an ensemble Triton tells only the next step of a stream: it needs an id, and a first token. Of one that
-    answers whole it tells none, and the request runs to its end: serving.ensemble=script is for that."""
+    """Of an ensemble Triton tells only the next step of a stream: it needs a first token. Of one that answers whole it
+    tells none, and the request runs to its end: serving.ensemble=script is for that."""
     from tritonclient.grpc import InferenceServerClient
 
     arrived: queue.Queue[Any] = queue.Queue()
     client = InferenceServerClient(tiny.grpc)
     client.start_stream(callback=lambda result, error: arrived.put((result, error)))
-    client.async_stream_infer(model, infer_inputs(ask(model, stream=stream)), request_id="to-be-left")
+    client.async_stream_infer(model, infer_inputs(ask(model, stream=stream)))
     assert until(lambda: tiny.gauges()[ACTIVE] == 1)
     client.stop_stream(cancel_requests=True)
     client.close()
@@ -63,8 +63,7 @@ def test_a_cancelled_grpc_call_ends_in_the_engine(tiny: Served, model: str, stre
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_closed_http_stream_ends_in_the_engine(tiny: Served, model: str) -> None:
-    more: dict[str, Any] = {"id": "left"} if model == "ensemble" else {}
-    events = tiny.stream(model, **ask(model, **more))
+    events = tiny.stream(model, **ask(model))
     next(events)
     assert until(lambda: tiny.gauges()[ACTIVE] == 1)
     events.close()  # type: ignore[attr-defined]

@@ -73,11 +73,12 @@ def test_streamed_text_keeps_spaces_and_characters_that_span_tokens(served: Serv
         through_ensemble, through_bls = pool.map(pieces, asked)
     assert "".join(through_ensemble).strip() == answer
     assert through_bls[:24] == through_ensemble
-    assert "" in through_ensemble, "no piece was held back: the test has lost its point"
+    # Of a letter's first byte, and of the space that its token may have before it.
+    assert {"", " "} & set(through_ensemble), "no piece was held back: the test has lost its point"
 
 
 def test_a_character_cut_by_max_tokens(served: Served) -> None:
-    """The whole text shows it as U+FFFD, as decoding does; a streamed one shows it where the end is known."""
+    """It is U+FFFD, as decoding has it; the next answer of the same id has none of it."""
     ask: dict[str, Any] = {"text_input": "😀" * 10, "max_tokens": 11}
     with ThreadPoolExecutor(3) as pool:
         whole = pool.submit(served.generate, **ask)
@@ -85,8 +86,8 @@ def test_a_character_cut_by_max_tokens(served: Served) -> None:
             pieces, (served.stream("tensorrt_llm_bls", **ask), served.stream(id="cut", **ask))
         )
     assert whole.result()["text_output"] == "😀" * 3 + "�"
-    assert "".join(through_bls) == "😀" * 3 + "�"
-    assert "".join(through_ensemble) == "😀" * 3
+    assert "".join(through_bls) == "".join(through_ensemble) == "😀" * 3 + "�"
+    assert served.generate(id="cut", **ask)["text_output"] == "😀" * 3 + "�"
 
 
 def test_a_burst_of_short_requests_leaves_the_server_well(served: Served) -> None:

@@ -59,6 +59,14 @@ def test_config_is_the_golden_one(engine: Engine, tokenizer: Path, out: Path, mo
     check_golden(f"{model}.pbtxt", (out / model / "config.pbtxt").read_text())
 
 
+def test_nvidia_s_graph_has_no_tensor_of_ours(engine: Engine, tokenizer: Path, out: Path) -> None:
+    write_passport(engine.path, runtime="tensorrt_llm", sm=90, sms=(90,), gpu="h100", toolchain="1.2.1")
+    repository = render(engine, tokenizer, ServingConfig(), out)
+    assert "request_key" not in {tensor.name for tensor in config(repository, "tensorrt_llm").output}
+    last = config(repository, "ensemble").ensemble_scheduling.step[2]
+    assert set(last.input_map) == {"TOKENS_BATCH", "SEQUENCE_LENGTH", "BATCH_INDEX", "SEQUENCE_INDEX"}
+
+
 def test_the_tree_is_what_triton_loads(engine: Engine, tokenizer: Path, out: Path) -> None:
     assert render(engine, tokenizer, ServingConfig(), out).models == MODELS
     assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == [

@@ -60,7 +60,13 @@ def test_a_character_is_held_back_until_it_is_whole(byte_level: Tokenizer) -> No
 
 def test_the_end_gives_up_what_is_unfinished(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀").ids
-    assert streamed(byte_level, [ids[:3]]) == ["", "a�"]
+    assert streamed(byte_level, [ids[:3]]) == ["a", "�"]
+    assert streamed(byte_level, [byte_level.encode("hi 😀").ids[:-1]]) == ["hi ", "�"]
+
+
+def test_only_the_unfinished_character_is_held_back(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("é😀 b 😀").ids
+    assert streamed(byte_level, [ids[:3], ids[3:11], ids[11:]]) == ["é", "😀 b ", "😀", ""]
 
 
 def test_the_spaces_of_words_are_kept() -> None:
@@ -84,7 +90,9 @@ def test_the_pieces_add_up_to_the_whole_sentencepiece(parts: list[list[int]]) ->
     """For bytes that are text; of a run of bytes that is none the library replaces every byte, looking back."""
     tokenizer = sentencepiece()
     ids = [token for part in parts for token in part]
-    assert "".join(streamed(tokenizer, [[token] for token in ids])) == tokenizer.decode(ids)
+    for size in (1, 3):
+        chunks = [ids[place : place + size] for place in range(0, len(ids), size)]
+        assert "".join(streamed(tokenizer, chunks)) == tokenizer.decode(ids)
 
 
 def test_words_are_packed_as_ids_and_end_offsets() -> None:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import queue
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -134,7 +135,8 @@ class TritonPythonModel:
                 raise _Refused(f"input_lengths is {int(lengths.reshape(-1)[row])}, input_ids holds {ids.shape[1]}")
             for copy in range(copies):
                 message, blob = _message(request, ids[row], int(lengths.reshape(-1)[row]), row, copy)
-                message["id"], message["request_id"] = next(self.numbers), answer.request_id
+                message["id"] = next(self.numbers)
+                message["names"] = [answer.request_id, str(answer.key)]
                 sequence = _Sequence(answer, row, copy, message["prompt"])
                 submissions.append((message, blob, sequence))
         answer.begin()
@@ -152,12 +154,13 @@ class TritonPythonModel:
                     answer.fail(self.absent, pb_utils.TritonError.UNAVAILABLE)
 
     def _stop(self, request, sender):
-        """A request whose `stop` is true ends the one of the same id, and gets one empty final response."""
-        request_id = request.request_id()
-        if not request_id:
+        """A request whose `stop` is true ends the one that has its id as id or as key, and gets one empty final
+        response."""
+        name = request.request_id()
+        if not name:
             raise _Refused("Trying to stop a request but request ID is not provided")
         # It may have come through another instance.
-        self.engine.connection.send({"type": "stop", "request_id": request_id})
+        self.engine.connection.send({"type": "stop", "name": name})
         sender.send(pb_utils.InferenceResponse(), flags=FINAL)
 
     def _watch_clients(self):
@@ -293,6 +296,8 @@ class _Answer:
     def __init__(self, request, sender, streaming, model, rows, copies):
         self.serial = next(self.serials)
         self.request_id = request.request_id()
+        # Clients may give requests the same id; the text model of an ensemble knows each by this.
+        self.key = secrets.randbits(63)
         self.sender = sender
         self.streaming = streaming
         self.wanted = set(request.requested_output_names())
@@ -391,10 +396,10 @@ class _Sequence:
             self.logits.append(_logits(entry["generation_logits"], blob))
         finished = bool(entry["finish"])
         if finished or (self.answer.streaming and self.tokens):
-            self.answer.send(self._tensors(), finished)
+            self.answer.send(self._tensors(finished), finished)
             self.tokens, self.log_probs, self.logits, self.prompt_log_probs = [], [], [], None
 
-    def _tensors(self):
+    def _tensors(self, finished):
         """Every tensor this response can carry; the batch dimension is 1."""
         answer, flags = self.answer, self.answer.flags
         ids = self.tokens if answer.streaming or answer.exclude_input else self.prompt + self.tokens
@@ -402,6 +407,9 @@ class _Sequence:
             "output_ids": np.array(ids, np.int32).reshape(1, 1, -1),
             "sequence_length": np.array([[len(ids)]], np.int32),
         }
+        if "request_key" in answer.wanted:
+            out["request_key"] = np.array([[answer.key]], np.uint64)
+            out["last_response"] = np.array([[finished]])
         if answer.rows > 1:
             out["batch_index"] = np.array([[self.row]], np.int32)
         if answer.copies > 1:

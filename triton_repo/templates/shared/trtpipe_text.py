@@ -91,30 +91,34 @@ class Detokenizer:
 
     Decoding a token needs the ones before it: a character may span several tokens, and SentencePiece drops the
     space of a first word. So the tokens of the last piece are kept and decoded again in front of the new ones.
-    A piece is held back while its last character is unfinished; `flush` gives up what is still held.
+    An unfinished character at the end is held back, and only it; `flush` gives up what is still held.
     """
 
     def __init__(self, tokenizer, skip_special_tokens):
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        self._ids = []  # tokens of the last piece, then those whose text has not been returned
-        self._returned = 0
+        self._ids = []  # tokens of the last whole piece, then those whose text has not been returned, or not in full
+        self._whole = 0  # tokens of the last whole piece
+        self._shown = 0  # characters of the others that have been returned
 
     def push(self, ids):
         self._ids.extend(ids)
         text = self._new_text()
-        if not text or text.endswith(UNFINISHED):
-            return ""
-        self._ids = self._ids[self._returned :]
-        self._returned = len(self._ids)
-        return text
+        finished = text.rstrip(UNFINISHED)
+        piece = finished[self._shown :]
+        if text and finished == text:
+            self._ids = self._ids[self._whole :]
+            self._whole, self._shown = len(self._ids), 0
+        else:
+            self._shown = max(self._shown, len(finished))
+        return piece
 
     def flush(self):
-        text = self._new_text()
-        self._returned = len(self._ids)
-        return text
+        piece = self._new_text()[self._shown :]
+        self._whole, self._shown = len(self._ids), 0
+        return piece
 
     def _new_text(self):
-        before = self._decode(self._ids[: self._returned])
+        before = self._decode(self._ids[: self._whole])
         return self._decode(self._ids)[len(before) :]
 
 

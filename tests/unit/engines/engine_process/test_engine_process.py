@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from trtpipe.engines.engine_process import server
 
 pytestmark = pytest.mark.process
 
@@ -41,3 +45,14 @@ def number(path: Path) -> int:
             return os.pidfd_open(int(path.read_text()))
         time.sleep(0.02)
     raise AssertionError("the engine has not started its process")
+
+
+def test_a_stop_ends_the_request_of_a_key_or_all_of_an_id() -> None:
+    stubs = {number: server._Stub(SimpleNamespace(send=print), number) for number in (1, 2)}  # type: ignore[arg-type]
+    stubs[1].running = {10: ["same", "7"], 11: ["", "8"]}
+    stubs[2].running = {10: ["same", "9"]}
+    cancelled: list[Any] = []
+    runtime: Any = SimpleNamespace(cancel=cancelled.append)
+    for name in ("9", "8", "same", "nobody's"):
+        server._handle(runtime, stubs, stubs[1], {"type": "stop", "name": name}, b"", None)
+    assert cancelled == [(2, 10), (1, 11), (1, 10), (2, 10)]

@@ -1,0 +1,158 @@
+"""The scripts of a repository and of the backend, run without Triton: what they answer, and what they tell others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.doubles import python_backend
+from tests.support.doubles.python_backend import InferenceRequest, Tensor, load
+from tests.support.factories import write_tokenizer
+from trtpipe import triton_repo
+
+TEMPLATES = Path(triton_repo.__file__).parent / "templates"
+BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer")
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(repository: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(repository / "tokenizer" / "tokenizer.json"))
+
+
+@pytest.fixture
+def models() -> Iterator[dict[str, Any]]:
+    """The other models, which a script asks."""
+    yield python_backend.MODELS
+    python_backend.MODELS.clear()
+
+
+def started(script: Path, repository: Path, parameters: dict[str, str], **config: Any) -> Any:
+    """A script's model, initialized."""
+    values = {key: {"string_value": value} for key, value in {"tokenizer_dir": "tokenizer", **parameters}.items()}
+    model = load(script).TritonPythonModel()
+    args = {"model_config": json.dumps({"parameters": values, **config}), "model_name": "it"}
+    model.initialize({**args, "model_repository": str(repository / "it")})
+    return model
+
+
+@pytest.fixture
+def postprocessing(repository: Path) -> Any:
+    parameters = {"tensorrt_llm_model_name": "tensorrt_llm"}
+    return started(TEMPLATES / "postprocessing" / "model.py", repository, parameters)
+
+
+def piece(model: Any, ids: list[int], name: str = "", key: int | None = None, last: bool = False, **more: Any) -> str:
+    """What postprocessing makes of one response of the engine; without a key, of NVIDIA's."""
+    inputs = [
+        Tensor("TOKENS_BATCH", np.array([[ids]], np.int32)), Tensor("SEQUENCE_LENGTH", np.array([[len(ids)]], np.int32))
+    ]  # fmt: skip
+    if key is not None:
+        inputs += [Tensor("REQUEST_KEY", np.array([[key]], np.uint64)), Tensor("LAST_RESPONSE", np.array([[last]]))]
+    (response,) = model.execute([InferenceRequest(inputs, request_id=name, **more)])
+    return str(response.tensors["OUTPUT"].as_numpy()[0].decode())
+
+
+def test_an_answer_that_ends_within_a_character_is_whole_and_in_nobody_elses(
+    postprocessing: Any, tokenizer: Tokenizer
+) -> None:
+    cut, paris = tokenizer.encode("hi 😀").ids[:-1], tokenizer.encode("Paris").ids
+    assert piece(postprocessing, cut, "same", key=7, last=True) == "hi �"
+    assert piece(postprocessing, paris, "same", key=8, last=True) == "Paris"
+    assert postprocessing.streams == {}
+
+
+def test_a_stream_of_several_tokens_a_response_is_whole_at_its_end(postprocessing: Any, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a 😀 b 😀").ids[:-1]
+    parts = (ids[:4], ids[4:9], ids[9:])
+    found = [piece(postprocessing, part, key=7, last=part is parts[-1]) for part in parts]
+    assert found == ["a ", "😀 b ", "�"]
+
+
+def test_streams_of_one_id_at_a_time_are_two_texts(postprocessing: Any, tokenizer: Tokenizer) -> None:
+    one, other = tokenizer.encode("😀").ids, tokenizer.encode("é").ids
+    assert piece(postprocessing, one[:2], "same", key=7) == ""
+    assert piece(postprocessing, other, "same", key=8, last=True) == "é"
+    assert piece(postprocessing, one[2:], "same", key=7, last=True) == "😀"
+
+
+def test_nvidia_s_backend_tells_no_end_but_an_empty_one(postprocessing: Any, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hi 😀").ids
+    assert [piece(postprocessing, ids[:4], "id"), piece(postprocessing, [], "id")] == ["hi ", "�"]
+    assert [piece(postprocessing, ids[:4], "id"), piece(postprocessing, ids[4:], "id")] == ["hi ", "😀"]
+    assert piece(postprocessing, ids[:4]) == "hi �"
+
+
+def test_a_client_that_leaves_ends_its_own_request_alone(
+    postprocessing: Any, tokenizer: Tokenizer, models: dict[str, Any]
+) -> None:
+    stopped = []
+    models["tensorrt_llm"] = lambda request: stopped.append(request.request_id()) or []
+    ids = tokenizer.encode("hi").ids
+    piece(postprocessing, ids, "same", key=7, cancelled=True)
+    piece(postprocessing, ids, "same", key=8, last=True, cancelled=True)  # it has ended
+    piece(postprocessing, ids, key=9)
+    piece(postprocessing, ids, "of NVIDIA's", cancelled=True)
+    assert stopped == ["7", "of NVIDIA's"]
+
+
+@pytest.fixture
+def backend() -> Any:
+    doubles = SimpleNamespace(Engine=None, InFlight=None)
+    return load(BACKEND / "model.py", trtpipe_engine=doubles, trtpipe_in_flight=doubles)
+
+
+def ready(backend: Any) -> Any:
+    """The backend's model before an engine that takes down what it is sent."""
+    model = backend.TritonPythonModel()
+    sent: list[dict[str, Any]] = []
+    connection = SimpleNamespace(send=lambda message, blob=b"": sent.append(message))
+    vars(model).update(
+        decoupled=True, exclude_input=True, normalize_log_probs=True, numbers=iter(range(100)),
+        in_flight=SimpleNamespace(add=lambda step, script: None), lock=backend.threading.Lock(), sequences={},
+        engine=SimpleNamespace(connection=connection), sent=sent, absent="gone",
+    )  # fmt: skip
+    return model
+
+
+def engine_request(outputs: tuple[str, ...] = ("output_ids", "sequence_length"), **inputs: Any) -> InferenceRequest:
+    arrays = {
+        "input_ids": np.array([[5, 6]], np.int32), "input_lengths": np.array([2], np.int32),
+        "request_output_len": np.array([4], np.int32),
+        **{name: np.array([value]) for name, value in inputs.items()},
+    }  # fmt: skip
+    tensors = [Tensor(name, array) for name, array in arrays.items()]
+    return InferenceRequest(tensors, request_id="same", requested_output_names=outputs)
+
+
+def test_each_request_has_a_key_and_its_last_response_says_so(backend: Any) -> None:
+    model = ready(backend)
+    first, second = (engine_request(("output_ids", "request_key", "last_response")) for _ in range(2))
+    model.execute([first, second])
+    keys = [message["names"] for message in model.sent]
+    assert [names[0] for names in keys] == ["same", "same"]
+    assert keys[0][1] != keys[1][1]
+    for finish in (None, "length"):
+        entry = {"tokens": [9], "finish": finish, "reused_blocks": 0, "allocated_blocks": 1}
+        sequence = model.sequences[0]
+        sequence.answer.streaming = True
+        sequence.extend(entry, b"")
+    found = [{name: one.as_numpy().reshape(-1)[0] for name, one in sent.tensors.items()} for sent in first.sent]
+    assert [(str(one["request_key"]), bool(one["last_response"])) for one in found] == [
+        (keys[0][1], False),
+        (keys[0][1], True),
+    ]
+    assert first.final
