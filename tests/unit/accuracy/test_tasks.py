@@ -142,7 +142,7 @@ def test_a_description_is_a_template_or_field_of_each_document(
 ) -> None:
     models = Models(model=Answers(likelihoods=[0.0] * 4, texts=[]))
     monkeypatch.setattr(tasks, "answer", models)
-    docs = [{**doc, "intro": intro} for doc, intro in zip(DOCS, ("Look: ", "See: "), strict=False)]
+    docs = [{"thing": "grass", "colour": 1, "intro": "Look: "}, {"thing": "blood", "colour": 0, "intro": "See: "}]
     score_tasks([write(CHOICE, docs, description=description)], model, None, log=tmp_path / "log")
     contexts = [ids(f"{before[0]}grass is", model), ids(f"{before[1]}blood is", model)]
     assert [pair.context for pair in models.asked[0][1]][::2] == contexts

@@ -113,7 +113,7 @@ def test_the_loader_of_a_hugging_face_folder_splits_its_weights(runtime: str, ra
 
 
 def test_weights_of_a_rank() -> None:
-    stated = {"rank_bytes": 10, "tp_size": 2, "pp_size": 2}
+    stated: dict[str, Any] = {"rank_bytes": 10, "tp_size": 2, "pp_size": 2}
     runtimes = ("reference", "tensorrt_llm", "trtllm_pytorch", "vllm", "of_another_version")
     assert [passport(runtime=name, **stated).gpu_bytes for name in runtimes] == [10, 10, 3, 3, 10]
 
