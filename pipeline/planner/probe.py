@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,19 @@ HEADER = "# Written by `trtpipe probe` on this card; goes before the data sheet'
 def probe(out: Path | None = None) -> tuple[GpuSpec, Path]:
     """Measure, write gpus/NAME.yaml of TRTPIPE_HOME (or `out`), and return the GPU and that path.
 
-    Other facts in an existing file, such as the price, are kept. Raises HostError without a GPU or without
-    torch, StageFailed when the measurement fails.
+    It measures nvidia-smi's first visible GPU, and those of the same name. Other facts in an existing file, such as the
+    price, are kept. Raises HostError without a GPU, without torch, and where torch measures another device (a MIG
+    slice); StageFailed when the measurement fails.
     """
     gpus = read_gpus()
     if not gpus:
         raise HostError("no GPU is visible", remedy="see CUDA_VISIBLE_DEVICES")
-    found = _measure()
     gpu = gpus[0]
+    found = _measure([one for one in gpus if one.name == gpu.name])
+    if found["name"] != gpu.name:
+        raise HostError(
+            f"{gpu.name} cannot be measured", why=f"torch measured {found['name']}", remedy="measure a whole GPU"
+        )
     name, facts = _facts(gpu)
     measured = Measured(
         date=datetime.now(timezone.utc).date().isoformat(), host=f"{found['count']} x {gpu.name}, {_cpu()}",
@@ -56,11 +63,13 @@ FIGURES = (
 )  # fmt: skip
 
 
-def _measure() -> dict[str, Any]:
+def _measure(gpus: Sequence[Gpu]) -> dict[str, Any]:
+    only = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.device for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     try:
         done = subprocess.run(
-            python_command("trtpipe.engines.probe_worker"), capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+            python_command("trtpipe.engines.probe_worker"), capture_output=True, text=True, timeout=SECONDS,
+            check=False, env={**os.environ, **only},
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise StageFailed(
             f"measuring has not ended after {SECONDS} s", remedy="see nvidia-smi for who else works"
