@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,7 @@ from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
-from trtpipe.pipeline.store.manifest import Origin, Record
+from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
 from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store, machine
 
 RUNS = Path("runs")
@@ -162,15 +163,21 @@ class RunFolder:
         found = self._entries().get(stage)
         return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
 
-    def update(self, stage: Stage, artefact: Artefact) -> None:
-        entries = {**self._entries(retired=True), stage.name: (artefact.manifest.record, artefact.origin)}
-        self._register(Store(artefact.home), entries)
-        raw = self._raw()
-        entry = dataclasses.asdict(artefact.manifest.record)
-        if artefact.origin is not None:
-            entry["origin"] = dataclasses.asdict(artefact.origin)
-        raw[stage.name] = entry
-        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
+    def update(self, stage: Stage, artefact: Artefact) -> bool:
+        """Refer to the stage's artefact and link to it. Returns False where `gc` has deleted it since it was found."""
+        store, record = Store(artefact.home), artefact.manifest.record
+        last = self._entries().get(stage.name)
+        known = last is not None and (last[0].key, last[1]) == (record.key, artefact.origin)
+        with contextlib.nullcontext() if known else store.referring():
+            if read_manifest(artefact.path.parent / "manifest.json") is None:
+                return False
+            self._register(store, {**self._entries(retired=True), stage.name: (record, artefact.origin)})
+            raw = self._raw()
+            entry = dataclasses.asdict(record)
+            if artefact.origin is not None:
+                entry["origin"] = dataclasses.asdict(artefact.origin)
+            raw[stage.name] = entry
+            write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
         link = self.path / stage.makes
         partial = self.path / f".{link.name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
@@ -179,6 +186,7 @@ class RunFolder:
         content = artefact.manifest.content
         self._retire(lambda _, record: record.inputs.get(stage.makes, content) != content)
         sync(self.path)
+        return True
 
     def _retire(self, other: Callable[[Stage, Record], bool]) -> None:
         """Unlink the artefacts for which `other` is true, and those that were made from them. Their records stay, which

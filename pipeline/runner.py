@@ -110,9 +110,10 @@ def execute(
         result = perform(stage, spec, inputs, run.last(stage.name))
         if not results:
             run.start(spec, store)  # not before: a build that is refused leaves no target
+        while not run.update(stage, result.artefact):
+            result = perform(stage, spec, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
-        run.update(stage, result.artefact)
         reporter.finished(result)
         if stage.makes == "model":
             spec.judge(read_model_config(result.artefact.path, quantized=True))

@@ -325,11 +325,11 @@ def gc(
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
     store = own_store()
-    garbage, others = find_garbage(store, references(store)), elsewhere(store)
+    garbage, others = find_garbage(store, references), elsewhere(store)
     if garbage and not as_json:
         console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
-        remove(garbage, store)
+        garbage = remove(garbage, store, references)
         forget_deleted(store)
     if as_json:
         kept = [{"kept_for": one.name, "machine": one.machine, "file": one.file} for one in others]

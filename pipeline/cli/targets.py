@@ -59,10 +59,10 @@ def rm(
     removed = remove_targets(targets, store)
     if not as_json:
         console.result(*(f"removed {name}" for name in removed))
-    garbage = find_garbage(store, references(store))
-    size = console.size(sum(one.size for one in garbage))
+    garbage = find_garbage(store, references)
     if gc:
-        remove(garbage, store)
+        garbage = remove(garbage, store, references)
+    size = console.size(sum(one.size for one in garbage))
     if as_json:
         console.result_json({"removed": removed, "dropped": gc, "garbage": garbage})
     elif gc:

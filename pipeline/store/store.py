@@ -167,11 +167,17 @@ class Store:
         """Hold a name while artefacts of a target arrive, one after another, and until its run folder refers to them.
         Waits for another command that holds it."""
         with self._lock(f"import-{name}"):
+            with self.referring():  # a `gc` that saw no import ends its deletion first
+                pass
             yield
 
     def imports(self) -> bool:
         """Whether some command holds a name by `importing`."""
         return any(self.held(path.stem) for path in (self.home / "locks").glob("import-*.lock"))
+
+    def referring(self) -> contextlib.AbstractContextManager[Any]:
+        """Lock under which a run folder comes to refer to an artefact, and `gc` deletes one that nothing refers to."""
+        return self._lock("references")
 
     def held(self, name: str) -> bool:
         """Whether another command holds the name, by `alone`."""
@@ -256,21 +262,24 @@ class Store:
 
     def being_made(self, leftover: Path) -> bool:
         """Whether a process works in that folder now."""
-        return self._busy(leftover.parent.name, leftover.name.split(".")[1])
+        with self.claimed(leftover) as free:
+            return not free
 
-    def arriving(self, incoming: Path) -> bool:
-        """Whether a process pulls into that folder of `incoming` now."""
-        stage, _, digits = incoming.name.rpartition("-")
-        return self._busy(stage, digits)
-
-    def _busy(self, stage: str, digits: str) -> bool:
-        lock = self._lock(f"{stage}-{digits}")
+    @contextlib.contextmanager
+    def claimed(self, folder: Path) -> Iterator[bool]:
+        """Lock of the artefact of a folder, which is an artefact's own, a leftover or one of `incoming`. Yields False
+        where another process holds it."""
+        incoming = folder.parent == self.home / "incoming"
+        lock = self._lock(folder.name if incoming else f"{folder.parent.name}-{folder.name.lstrip('.').split('.')[0]}")
         try:
             lock.acquire(timeout=0)
         except TimeoutError:
-            return True
-        lock.release()
-        return False
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def _describe(self, files: Path) -> Iterator[FileRecord]:
         for path in sorted(p for p in files.rglob("*") if p.is_file()):

@@ -138,7 +138,7 @@ def test_it_is_finished_where_neither_model_nor_store_is(
 
     elsewhere = Store(tmp_path / "elsewhere")
     garbage: list[object] = []
-    arrived = export.unpack(path, elsewhere, lambda *done: garbage.extend(find_garbage(elsewhere, set())))
+    arrived = export.unpack(path, elsewhere, lambda *done: garbage.extend(find_garbage(elsewhere, lambda store: set())))
     assert garbage == [], "gc keeps what has arrived while an import runs"
     # But for where each value comes from.
     assert replace(arrived.spec, values=()) == replace(first, values=())

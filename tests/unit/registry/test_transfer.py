@@ -230,9 +230,7 @@ def test_what_broke_off_goes_on_where_it_was(
     (broken,) = [name for name, size in left.items() if size != sizes[name]]
     assert left[broken] == 5000
     assert len(left) > 1, "files that had arrived whole before the line was cut"
-    assert [garbage.reason for garbage in find_garbage(store, references(store))].count(
-        "left by an interrupted pull"
-    ) == 1
+    assert [garbage.reason for garbage in find_garbage(store, references)].count("left by an interrupted pull") == 1
 
     def noting(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
         asked.append((blob.sha256, start))
@@ -260,7 +258,7 @@ def test_gc_keeps_what_has_arrived_while_a_pull_runs(
     seen: list[list[str]] = []
 
     def garbage() -> list[str]:
-        return [f"{one.path.parent.name}: {one.reason}" for one in find_garbage(store, references(store))]
+        return [f"{one.path.parent.name}: {one.reason}" for one in find_garbage(store, references)]
 
     def breaking(blob: Blob, start: int = 0) -> Iterator[bytes]:
         if blob.sha256 == engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import pytest
 
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import remember
-from tests.unit.test_runner import NAMES, build, plan
+from tests.unit.test_runner import NAMES, REUSED, Recorder, build, plan
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import StageResult, execute, satisfy
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
 from trtpipe.pipeline.serving.servers import MAX_PID, Served, Server, recorded
+from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.store import gc
-from trtpipe.pipeline.store.store import Store
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Artefact, Store
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def model(in_folder: Path) -> Path:
 
 def found(store: Store) -> list[tuple[str, str]]:
     """(stage folder, why) of the garbage."""
-    return [(item.path.parent.name, item.reason) for item in gc.find_garbage(store, references(store))]
+    return [(item.path.parent.name, item.reason) for item in gc.find_garbage(store, references)]
 
 
 def artefacts(store: Store) -> dict[str, int]:
@@ -42,7 +47,7 @@ def artefacts(store: Store) -> dict[str, int]:
 
 
 def test_an_empty_store_has_no_garbage(store: Store) -> None:
-    assert gc.find_garbage(store, references(store)) == []
+    assert gc.find_garbage(store, references) == []
     assert not store.home.exists()
 
 
@@ -51,7 +56,7 @@ def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
     assert found(store) == []
     build(plan(model, "build.max_batch_size=8"), store)
     assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
-    gc.remove(gc.find_garbage(store, references(store)), store)
+    gc.remove(gc.find_garbage(store, references), store, references)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     assert (RunFolder.of("tiny.cpu.fp32").linked("repository") / "ensemble").is_dir()
     assert found(store) == []
@@ -64,11 +69,11 @@ def test_artefacts_that_two_runs_share_stay_as_long_as_one_does(store: Store, mo
     shutil.rmtree(RunFolder.of("tiny.cpu.fp32").path)
     gone = "no run refers to it"
     assert found(store) == [("build", gone), ("convert", gone), ("package", gone)]
-    gc.remove(gc.find_garbage(store, references(store)), store)
+    gc.remove(gc.find_garbage(store, references), store, references)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     shutil.rmtree("runs")
-    assert len(gc.find_garbage(store, references(store))) == 5
-    gc.remove(gc.find_garbage(store, references(store)), store)
+    assert len(gc.find_garbage(store, references)) == 5
+    gc.remove(gc.find_garbage(store, references), store, references)
     assert artefacts(store) == dict.fromkeys(NAMES, 0)
 
 
@@ -76,7 +81,7 @@ def test_looking_changes_nothing(store: Store, model: Path) -> None:
     build(plan(model), store)
     shutil.rmtree("runs")
     before = sorted(store.home.rglob("*"))
-    assert len(gc.find_garbage(store, references(store))) == 5
+    assert len(gc.find_garbage(store, references)) == 5
     assert sorted(store.home.rglob("*")) == before
 
 
@@ -86,7 +91,7 @@ def test_the_size_of_garbage_is_its_bytes(store: Store) -> None:
     (damaged / "files" / "a").write_bytes(b"12345")
     (damaged / "b").write_bytes(b"678")
     (damaged / "link").symlink_to("b")
-    (item,) = gc.find_garbage(store, references(store))
+    (item,) = gc.find_garbage(store, references)
     assert (item.path, item.reason, item.size) == (damaged, "damaged", 8)
 
 
@@ -98,8 +103,8 @@ def test_leftovers_go_unless_somebody_works_in_them(store: Store, model: Path) -
     left = folder.with_name(f".{folder.name}.abcdefgh")
     left.mkdir()
     with store.locked(record):
-        assert gc.find_garbage(Store(store.home), references(Store(store.home))) == []
-    (item,) = gc.find_garbage(store, references(store))
+        assert gc.find_garbage(Store(store.home), references) == []
+    (item,) = gc.find_garbage(store, references)
     assert (item.path, item.reason) == (left, "left by an interrupted run")
 
 
@@ -111,10 +116,116 @@ def test_an_artefact_without_a_readable_manifest_goes(store: Store) -> None:
 def test_garbage_that_is_gone_already_is_no_failure(store: Store, model: Path) -> None:
     build(plan(model), store, until="convert")
     shutil.rmtree("runs")
-    garbage = gc.find_garbage(store, references(store))
+    garbage = gc.find_garbage(store, references)
     shutil.rmtree(garbage[0].path)
-    gc.remove(garbage, store)
-    assert gc.find_garbage(store, references(store)) == []
+    gc.remove(garbage, store, references)
+    assert gc.find_garbage(store, references) == []
+
+
+def test_what_a_build_has_come_to_use_since_stays(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    shutil.rmtree("runs")
+    garbage = gc.find_garbage(store, references)
+    assert build(plan(model), store, until="download") == {"download": REUSED}
+    assert [one.path.parent.name for one in gc.remove(garbage, store, references)] == [
+        "build", "convert", "package", "tokenizer",
+    ]  # fmt: skip
+    assert artefacts(store) == {**dict.fromkeys(NAMES, 0), "download": 1}
+    RunFolder.of("tiny.cpu.fp32").linked("model")
+
+
+def test_a_build_makes_anew_what_goes_between_its_look_and_its_reference(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    shutil.rmtree("runs")
+    recorder, looked = Recorder(), list[str]()
+
+    def perform(stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None) -> StageResult:
+        result = satisfy(stage, spec, inputs, last, store=store, reporter=recorder)
+        looked.append(stage.name)
+        if looked == ["download", "tokenizer"]:
+            gc.remove(gc.find_garbage(store, references), store, references)
+        return result
+
+    results = execute(plan(model), store, recorder, perform=perform)
+    assert looked == ["download", "tokenizer", *NAMES[1:]]
+    assert [one.stage for one in results if one.reused] == ["download"]
+    assert (artefacts(store), found(store)) == (dict.fromkeys(NAMES, 1), [])
+
+
+def test_what_a_killed_gc_leaves_of_an_artefact_does_not_pass_for_whole(
+    store: Store, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(plan(model), store, until="download")
+    run, stage = RunFolder.of("tiny.cpu.fp32"), stages_of(plan(model))[0]
+    artefact = run.find("download", store)
+    assert artefact is not None
+    (run.path / "run.json").unlink()
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    garbage = gc.find_garbage(store, references)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        gc.remove(garbage, store, references)
+    assert artefact.path.is_dir()
+    assert (store.find(artefact.manifest.record), run.update(stage, artefact)) == (None, False)
+
+
+def test_what_somebody_works_in_stays(store: Store, model: Path) -> None:
+    build(plan(model), store, until="download")
+    record = RunFolder.of("tiny.cpu.fp32").last("download")
+    assert record is not None
+    shutil.rmtree("runs")
+    store.incoming(record).mkdir(parents=True)
+    garbage = gc.find_garbage(store, references)
+    assert [one.path.parent.name for one in garbage] == ["download", "incoming"]
+    with store.locked(record):
+        assert gc.remove(garbage, Store(store.home), references) == []
+    assert gc.remove(garbage, store, references) == garbage
+    assert gc.remove(garbage, store, references) == []
+
+
+def test_what_is_imported_stays_while_an_import_runs_which_waits_for_a_deletion(store: Store) -> None:
+    folder = store.home / "imported" / "convert" / "0123.4567"
+    folder.mkdir(parents=True)
+    seen = list[bool]()
+
+    def imports() -> None:
+        with Store(store.home).importing("x"):
+            seen.append(folder.exists())
+
+    thread = threading.Thread(target=imports)
+
+    def nothing_is_referred_to(store: Store) -> set[Path]:
+        thread.start()
+        thread.join(0.3)
+        assert (store.imports(), seen) == (True, [])
+        return set()
+
+    garbage = gc.find_garbage(store, references)
+    with store.importing("y"):
+        assert gc.remove(garbage, store, references) == []
+    assert gc.remove(garbage, store, nothing_is_referred_to) == garbage
+    thread.join()
+    assert seen == [False]
+
+
+def test_a_run_folder_comes_to_refer_to_nothing_while_gc_deletes(store: Store, model: Path) -> None:
+    build(plan(model), store, until="download")
+    run, stage = RunFolder.of("tiny.cpu.fp32"), stages_of(plan(model))[0]
+    artefact = run.find("download", store)
+    assert artefact is not None
+    (run.path / "run.json").unlink()
+    answers = list[bool]()
+    thread = threading.Thread(target=lambda: answers.append(run.update(stage, artefact)))
+    with store.referring():
+        thread.start()
+        thread.join(0.3)
+        assert (answers, run.stages()) == ([], [])
+        store.digests.remove_tree(artefact.path.parent)
+    thread.join()
+    assert (answers, run.stages()) == ([False], [])
 
 
 def a_root(store: Store) -> Path:
@@ -139,7 +250,7 @@ def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
     build(plan(model), store, until="download")
     place(store).write_text(content)
     with pytest.raises(HostError, match="cannot be read, so nothing is dropped"):
-        gc.find_garbage(store, references(store))
+        gc.find_garbage(store, references)
 
 
 def test_a_run_folder_that_may_not_be_looked_into_stops_it(
@@ -155,7 +266,7 @@ def test_a_run_folder_that_may_not_be_looked_into_stops_it(
 
     monkeypatch.setattr(Path, "stat", refused)
     with pytest.raises(HostError, match=r"cpu\.fp32 cannot be read, so nothing is dropped: Permission denied; make"):
-        gc.find_garbage(store, references(store))
+        gc.find_garbage(store, references)
 
 
 def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
