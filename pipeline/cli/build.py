@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,8 +123,7 @@ def build(
         return list(made.stages)
 
     outcomes = _build_on_cluster(specs, store, ray, exchange, until) if on_cluster else matrix.build_all(specs, make)
-    with contextlib.suppress(OSError):  # as of a full disk: losing the digests costs time only
-        store.digests.save()
+    store.digests.save()
     if as_json:
         console.result_json([_facts(one) for one in outcomes])
     elif len(specs) > 1:

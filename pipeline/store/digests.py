@@ -103,17 +103,19 @@ class Digests:
                 self._follow(file)
 
     def save(self) -> None:
-        """Write the new digests, merged with what other processes have written since."""
+        """Write the new digests, merged with what other processes have written since. Nothing is written to a disk that
+        is full or may not be written."""
         if not self._learnt:
             return
-        self._memory.parent.mkdir(parents=True, exist_ok=True)
         from filelock import FileLock  # here: it loads asyncio, which takes longer than to find a server
 
-        with FileLock(self._memory.with_suffix(".lock")):
-            self._known = {**_read(self._memory), **self._learnt}
-            rows = {key: (k.sha256, k.mtime_ns, k.ctime_ns, k.read) for key, k in self._known.items()}
-            write_whole(self._memory, json.dumps(rows))
-        self._learnt = {}
+        with contextlib.suppress(OSError):
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._memory.with_suffix(".lock")):
+                self._known = {**_read(self._memory), **self._learnt}
+                rows = {key: (k.sha256, k.mtime_ns, k.ctime_ns, k.read) for key, k in self._known.items()}
+                write_whole(self._memory, json.dumps(rows))
+            self._learnt = {}
 
     def _learn(self, stat: os.stat_result, known: _Known) -> None:
         self._known[_key(stat)] = self._learnt[_key(stat)] = known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from tests.support.paths import ROOT
 from trtpipe.configs.home import default_home
 from trtpipe.pipeline.store.digests import Digests, Watch, combined, sha256_file
 from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
+from trtpipe.pipeline.store.scrub import Scrubbed, scrub
 from trtpipe.pipeline.store.store import Artefact, Store
 
 RECORD = Record(stage="convert", stage_version=1, inputs={}, settings={"dtype": "bfloat16"}, tools={})
@@ -519,6 +521,34 @@ def test_a_file_that_may_change_within_the_clock_s_tick_is_not_remembered(tmp_pa
     path.write_bytes(b"abd")
     os.utime(path, ns=(stamp, stamp))
     assert digests.file(path) != before
+
+
+def test_scrub_reports_what_it_has_read_where_its_digests_cannot_be_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(store)
+    (made.path / "rank0.safetensors").write_bytes(b"another")
+    memory = store.home / "digests.json"
+    time.sleep(0.03)
+
+    def full(path: Path, text: str) -> None:
+        assert path == memory
+        tried.append(text)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tried: list[str] = []
+    monkeypatch.setattr("trtpipe.pipeline.store.digests.write_whole", full)
+    name = f"artefacts/convert/{RECORD.key[:32]}"
+    assert scrub(Store(store.home)) == [Scrubbed(name, 7002, "rank0.safetensors has 7 bytes instead of 7000")]
+    assert len(tried) == 1
+
+
+def test_the_digests_of_a_home_that_cannot_be_made_are_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    time.sleep(0.03)
+    digests = Digests(tmp_path / "x" / "digests.json")
+    assert digests.file(tmp_path / "x") == sha256_file(tmp_path / "x")
+    digests.save()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', "null"])
