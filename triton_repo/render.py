@@ -23,6 +23,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.engines.hf.draft import place_draft
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.lora_arrays import ARRAY_WEIGHTS
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.triton_repo import llmapi, tensors
@@ -80,7 +81,7 @@ def render(
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
     (out / TOKENIZER_INFO).write_text(tokenizer_info(tokenizer), encoding="utf-8")
-    for model, values in _values(passport, serving, adapters).items():
+    for model, values in _values(passport, serving, adapters, _vocabulary(engine.path)).items():
         template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model
         _write_config(template, values, out / model)
         script = TEMPLATES / template / "model.py"
@@ -146,7 +147,19 @@ def _pbstring(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -> dict[str, dict[str, Any]]:
+def _vocabulary(engine: Path) -> int:
+    """Number of the engine's logits, more than its tokenizer has ids where the model pads its vocabulary."""
+    path = engine / "config.json"
+    config = read_json(path, "engine config")
+    size = {**config, **config.get("pretrained_config", {})}.get("vocab_size")
+    if type(size) is not int:
+        raise InputDataError(f"{path} has no vocab_size", remedy="build the engine again")
+    return size
+
+
+def _values(
+    passport: Passport, serving: ServingConfig, adapters: Path | None, vocabulary: int
+) -> dict[str, dict[str, Any]]:
     """Values of each model's template."""
     limit: int = passport.build_config["max_batch_size"]
     batch = serving.triton_max_batch_size or limit
@@ -182,6 +195,7 @@ def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -
             "preprocessing_model_name": "preprocessing",
             "postprocessing_model_name": "postprocessing",
             "accumulate_tokens": _boolean(serving.accumulate_tokens),
+            "exclude_input_in_output": _boolean(serving.exclude_input_in_output),
             "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
             "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
             "preprocessed": json.dumps(tensors.PREPROCESSED),
@@ -194,7 +208,11 @@ def _values(passport: Passport, serving: ServingConfig, adapters: Path | None) -
             "max_batch_size": batch,
             "inputs": tensors.PREPROCESSING_INPUTS,
             "outputs": tensors.PREPROCESSING_OUTPUTS,
-            "parameters": {**text_parameters, "add_special_tokens": _boolean(serving.add_special_tokens)},
+            "parameters": {
+                **text_parameters,
+                "add_special_tokens": _boolean(serving.add_special_tokens),
+                "vocab_size": str(vocabulary),
+            },
             "instance_count": serving.preprocessing_instance_count,
         },
         "tensorrt_llm": {

@@ -27,7 +27,8 @@ MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensor
 def engine(tmp_path: Path) -> Engine:
     folder = tmp_path / "engine"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"build_config": {"max_batch_size": 8}}))
+    config = {"build_config": {"max_batch_size": 8}, "pretrained_config": {"vocab_size": 264}}
+    (folder / "config.json").write_text(json.dumps(config))
     write_passport(folder)
     (folder / "rank0.safetensors").write_bytes(bytes(2 << 20))
     return Engine(path=folder)

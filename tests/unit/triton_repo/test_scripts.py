@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.doubles import python_backend
-from tests.support.doubles.python_backend import InferenceRequest, Tensor, load
+from tests.support.doubles.python_backend import InferenceRequest, InferenceResponse, Tensor, TritonError, load
 from tests.support.factories import write_tokenizer
 from trtpipe import triton_repo
 
@@ -121,7 +121,7 @@ def ready(backend: Any) -> Any:
     sent: list[dict[str, Any]] = []
     connection = SimpleNamespace(send=lambda message, blob=b"": sent.append(message))
     vars(model).update(
-        decoupled=True, exclude_input=True, normalize_log_probs=True, numbers=iter(range(100)),
+        decoupled=True, exclude_input=True, normalize_log_probs=True, speculates=False, numbers=iter(range(100)),
         in_flight=SimpleNamespace(add=lambda step, script: None), lock=backend.threading.Lock(), sequences={},
         engine=SimpleNamespace(connection=connection), sent=sent, absent="gone",
     )  # fmt: skip
@@ -156,3 +156,97 @@ def test_each_request_has_a_key_and_its_last_response_says_so(backend: Any) -> N
         (keys[0][1], True),
     ]
     assert first.final
+
+
+@pytest.mark.parametrize("copies", [0, -1])
+def test_a_request_for_no_sequence_is_refused(backend: Any, copies: int) -> None:
+    model, request = ready(backend), engine_request(num_return_sequences=copies)
+    model.execute([request])
+    error = request.sent[0].error()
+    assert error is not None
+    assert error.message() == "num_return_sequences must be 1 or more"
+    assert (error.code(), request.final, model.sent) == (TritonError.INVALID_ARG, True, [])
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_drafts_are_reported_as_none_only_by_an_engine_that_makes_none(backend: Any, speculates: bool) -> None:
+    model = ready(backend)
+    model.speculates = speculates
+    names = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+    request = engine_request((*names, "kv_cache_reused_blocks"), return_perf_metrics=True)
+    model.execute([request])
+    entry = {"tokens": [9], "finish": "length", "reused_blocks": 3, "allocated_blocks": 1}
+    model.sequences[0].extend(entry, b"")
+    found = {name: tensor.as_numpy().item() for name, tensor in request.sent[0].tensors.items()}
+    assert found == {"kv_cache_reused_blocks": 3, **({} if speculates else dict.fromkeys(names, 0))}
+
+
+def biased(model: Any, **more: Any) -> InferenceResponse:
+    words, weights = np.array([["a", "!!"]], object), np.array([[2.0, -1.5]], np.float32)
+    texts = {"QUERY": np.array([["hi"]], object), "EMBEDDING_BIAS_WORDS": words, **more}
+    inputs = [Tensor(name, np.char.encode(array.astype(str)).astype(object)) for name, array in texts.items()]
+    inputs.append(Tensor("EMBEDDING_BIAS_WEIGHTS", weights))
+    inputs.append(Tensor("REQUEST_OUTPUT_LEN", np.array([[4]], np.int32)))
+    (response,) = model.execute([InferenceRequest(inputs)])
+    return response  # type: ignore[no-any-return]
+
+
+def test_a_bias_has_a_number_for_each_logit_of_the_engine(repository: Path, tokenizer: Tokenizer) -> None:
+    script = TEMPLATES / "preprocessing" / "model.py"
+    bias = biased(started(script, repository, {"vocab_size": "264"})).tensors["EMBEDDING_BIAS"].as_numpy()
+    assert (tokenizer.get_vocab_size(), bias.shape) == (258, (1, 264))
+    (a,), (exclamation, _) = tokenizer.encode("a").ids, tokenizer.encode("!!").ids
+    assert {int(place): float(bias[0, place]) for place in np.flatnonzero(bias)} == {a: 2.0, exclamation: -1.5}
+    error = biased(started(script, repository, {"vocab_size": str(a)})).error()
+    assert error is not None
+    assert error.message() == f"embedding_bias_words: the engine has no token {a}, which is of 'a'"
+
+
+@pytest.fixture
+def script(repository: Path, models: dict[str, Any]) -> Iterator[Any]:
+    """tensorrt_llm_bls of a repository whose answers begin with the prompt, in front of its own preprocessing."""
+    parameters = {
+        "tensorrt_llm_model_name": "tensorrt_llm", "preprocessing_model_name": "preprocessing",
+        "postprocessing_model_name": "postprocessing", "exclude_input_in_output": "false",
+        "to_preprocessing": json.dumps({"text_input": "QUERY", "max_tokens": "REQUEST_OUTPUT_LEN"}),
+        "to_engine": json.dumps({"exclude_input_in_output": "exclude_input_in_output", "stream": "streaming"}),
+        "preprocessed": json.dumps({"INPUT_ID": "input_ids"}),
+    }  # fmt: skip
+    config = {"model_transaction_policy": {"decoupled": True}, "output": []}
+    preprocessing = started(TEMPLATES / "preprocessing" / "model.py", repository, {"vocab_size": "264"})
+    models["preprocessing"] = lambda request: preprocessing.execute([request])
+    made = started(TEMPLATES / "tensorrt_llm_bls" / "model.py", repository, parameters, **config)
+    yield made
+    made.finalize()
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, ["a stop: go on stop"]),
+        ({"exclude_input_in_output": True}, [" go on stop"]),
+        ({"stream": True}, [" go", " on stop"]),
+    ],
+)
+def test_a_stop_word_that_stands_in_the_prompt_does_not_end_the_answer(
+    script: Any, tokenizer: Tokenizer, models: dict[str, Any], options: dict[str, bool], texts: list[str]
+) -> None:
+    asked = []
+
+    def answer(request: InferenceRequest) -> list[InferenceResponse]:
+        asked.append(request.tensors["exclude_input_in_output"].as_numpy().tolist())
+        said = [" go", " on stop and on"] if options.get("stream") else [" go on stop and on"]
+        ids = [np.array([[tokenizer.encode(piece).ids]], np.int32) for piece in said]
+        return [InferenceResponse([Tensor("output_ids", array)]) for array in ids]
+
+    models["tensorrt_llm"] = answer
+    models["postprocessing"] = lambda request: [InferenceResponse()]
+    inputs = [Tensor(name, np.array([[value]])) for name, value in options.items()]
+    inputs.append(Tensor("text_input", np.array([[b"a stop:"]], object)))
+    inputs.append(Tensor("stop_words", np.array([[b"stop"]], object)))
+    inputs.append(Tensor("max_tokens", np.array([[9]], np.int32)))
+    request = InferenceRequest(inputs)
+    script.execute([request])
+    assert asked == [[[True]]]
+    assert [sent.tensors["text_output"].as_numpy()[0].decode() for sent in request.sent] == texts
+    assert request.final

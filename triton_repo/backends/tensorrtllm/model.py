@@ -71,7 +71,8 @@ class TritonPythonModel:
         self.cancel_period = int(parameters.get("cancellation_check_period_ms", 100)) / 1000
         policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
         self.max_queue_size = int(policy.get("max_queue_size", 0))
-        self.engine = _engine(parameters, args["model_repository"], self.max_queue_size)
+        self.engine, passport = _engine(parameters, args["model_repository"], self.max_queue_size)
+        self.speculates = bool(passport["build_config"].get("speculative_decoding_mode"))
         self.metrics = _Metrics(args["model_name"], args["model_version"])
         self.in_flight = InFlight(args["model_name"])
         self.numbers = itertools.count()
@@ -126,6 +127,8 @@ class TritonPythonModel:
             raise _Refused("input_ids and input_lengths are required")
         ids = ids.reshape(len(lengths), -1)
         copies = int(_scalar(request, "num_return_sequences", 1))
+        if copies < 1:
+            raise _Refused("num_return_sequences must be 1 or more")
         if len(ids) * copies > 1 and not self.decoupled:
             raise _Refused("several sequences per request need decoupled mode")
         answer = _Answer(request, sender, streaming, self, rows=len(ids), copies=copies)
@@ -302,6 +305,7 @@ class _Answer:
         self.streaming = streaming
         self.wanted = set(request.requested_output_names())
         self.normalize_log_probs = model.normalize_log_probs
+        self.speculates = model.speculates
         exclude = _scalar(request, "exclude_input_in_output", None)
         self.exclude_input = model.exclude_input if exclude is None else bool(exclude)
         self.flags = {
@@ -445,10 +449,10 @@ class _Sequence:
                 "last_token_time_ns": self.last_token,
             }
             out.update({name: np.array([[value]], np.int64) for name, value in times.items()})
-            # Of speculative decoding, which there is none of.
-            out["acceptance_rate"] = np.zeros((1, 1), np.float32)
-            for name in ("total_accepted_draft_tokens", "total_draft_tokens"):
-                out[name] = np.zeros((1, 1), np.int32)
+            if not answer.speculates:  # drafts are counted for all requests together, in the metrics
+                out["acceptance_rate"] = np.zeros((1, 1), np.float32)
+                for name in ("total_accepted_draft_tokens", "total_draft_tokens"):
+                    out[name] = np.zeros((1, 1), np.int32)
         return out
 
 
@@ -520,6 +524,7 @@ class _Metrics:
 
 
 def _engine(parameters, model_repository, max_queue_size):
+    """The engine, and its passport."""
     path = parameters.get("gpt_model_path", "")
     # A relative path counts from the root of the model repository.
     folder = Path(model_repository).parent / path
@@ -550,7 +555,7 @@ def _engine(parameters, model_repository, max_queue_size):
     if max_queue_size:
         # Not from config.json, which says it of compiled engines alone.
         options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size
-    return Engine(folder, options)
+    return Engine(folder, options), passport
 
 
 def _guided_decoding(parameters, root):

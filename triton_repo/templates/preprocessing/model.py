@@ -14,6 +14,7 @@ class TritonPythonModel:
         self.tokenizer = text.load_tokenizer(folder)
         self.add_special_tokens = text.flag(config, "add_special_tokens", True)
         self.end_ids, self.pad_id, self.bos = text.special_ids(folder, self.tokenizer)
+        self.vocab_size = int(text.parameter(config, "vocab_size"))  # the engine's
 
     def execute(self, requests):
         responses = []
@@ -79,13 +80,16 @@ class TritonPythonModel:
         words, weights = _strings(request, "EMBEDDING_BIAS_WORDS"), _array(request, "EMBEDDING_BIAS_WEIGHTS")
         if not any(words):
             return np.zeros((batch, 0), dtype=np.float32)
-        bias = np.zeros((batch, self.tokenizer.get_vocab_size()), dtype=np.float32)
+        bias = np.zeros((batch, self.vocab_size), dtype=np.float32)
         for row, row_words in enumerate(words):
             row_weights = [] if weights is None else weights[row]
             if len(row_words) != len(row_weights):
                 raise ValueError("embedding_bias_words and embedding_bias_weights differ in length")
             for word, weight in zip(row_words, row_weights, strict=True):
-                bias[row, self._ids(word)] += weight
+                ids = self._ids(word)
+                if max(ids, default=0) >= self.vocab_size:
+                    raise ValueError(f"embedding_bias_words: the engine has no token {max(ids)}, which is of '{word}'")
+                bias[row, ids] += weight
         return bias
 
 

@@ -19,6 +19,7 @@ import trtpipe_text as text
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 GONE = "the client has gone"
+EXCLUDE_INPUT = "exclude_input_in_output"
 
 
 class TritonPythonModel:
@@ -29,6 +30,7 @@ class TritonPythonModel:
         self.preprocessing = text.parameter(config, "preprocessing_model_name")
         self.postprocessing = text.parameter(config, "postprocessing_model_name")
         self.accumulate = text.flag(config, "accumulate_tokens", False)
+        self.exclude_input = text.flag(config, EXCLUDE_INPUT, False)
         self.decoupled = config["model_transaction_policy"]["decoupled"]
         self.to_preprocessing = json.loads(text.parameter(config, "to_preprocessing"))
         self.to_engine = json.loads(text.parameter(config, "to_engine"))
@@ -68,12 +70,14 @@ class TritonPythonModel:
         prompt = pb_utils.get_input_tensor_by_name(request, "text_input")
         if prompt is None or prompt.as_numpy().size != 1:
             raise _Failed("text_input must hold exactly one prompt")
-        shown = self.accumulate and streaming
+        prompt_ids, asked = self._engine_request(call)
+        exclude_input = streaming or _flag(request, EXCLUDE_INPUT, self.exclude_input)
+        before = [] if exclude_input else prompt_ids
         stops = _texts(request, "stop_words")
         copies = _number(request, "num_return_sequences", 1)
-        answers = collections.defaultdict(lambda: _Answer(self._detokenizer(), shown, stops))  # by sequence
+        answers = collections.defaultdict(lambda: _Answer(self._detokenizer(), stops, before))  # by sequence
         sent = 0
-        for response in self._follow(call, self._engine_request(call)):
+        for response in self._follow(call, asked):
             ids = pb_utils.get_output_tensor_by_name(response, "output_ids")
             if ids is None:
                 # An error in mid-stream reaches a script as a last response without tensors and without its words.
@@ -84,16 +88,18 @@ class TritonPythonModel:
             piece = answer.extend(ids.as_numpy().reshape(-1).tolist())
             if not streaming:
                 sent += 1
-                call.send(self._response(call, response, piece + answer.finish()), final=sent == copies)
+                answer.finish()
+                call.send(self._response(call, response, answer.text), final=sent == copies)
                 continue
-            call.send(self._response(call, response, piece))
+            call.send(self._response(call, response, answer.text if self.accumulate else piece))
             if len(answers) == copies and all(one.stopped for one in answers.values()):
                 self._stop(call)
         for number, answer in answers.items():
             rest = answer.finish()
             if rest:
                 place = [pb_utils.Tensor("sequence_index", np.array([[number]], np.int32))] if copies > 1 else []
-                call.send(pb_utils.InferenceResponse([_text_tensor(rest), *place]))
+                shown = answer.text if self.accumulate else rest
+                call.send(pb_utils.InferenceResponse([_text_tensor(shown), *place]))
         call.end()
 
     def _detokenizer(self):
@@ -140,6 +146,7 @@ class TritonPythonModel:
         ).exec()
 
     def _engine_request(self, call):
+        """The ids of the prompt, and the request to the engine: for new tokens alone, among which stop words count."""
         request = call.request
         inputs = []
         for ours, theirs in self.to_preprocessing.items():
@@ -154,9 +161,11 @@ class TritonPythonModel:
             for ours, theirs in self.preprocessed.items()
         ]
         for ours, theirs in self.to_engine.items():
-            engine_inputs += _renamed(request, ours, theirs)
+            engine_inputs += _renamed(request, ours, theirs) if theirs != EXCLUDE_INPUT else []
+        engine_inputs.append(pb_utils.Tensor(EXCLUDE_INPUT, np.array([[True]])))
+        prompt_ids = pb_utils.get_output_tensor_by_name(prepared, "INPUT_ID").as_numpy().reshape(-1).tolist()
         wanted = call.wanted & set(self.declared) - {"sequence_index"}
-        return pb_utils.InferenceRequest(
+        return prompt_ids, pb_utils.InferenceRequest(
             model_name=self.engine,
             request_id=call.engine_id,
             requested_output_names=["output_ids", "sequence_length", "sequence_index", *wanted],
@@ -218,30 +227,31 @@ class _Call:
 
 
 class _Answer:
-    """The text of a sequence so far, and what a response shows of it: the new piece, or everything when accumulating.
-    It ends with the first stop word, wherever its tokens end."""
+    """The text of a sequence so far, after that of its prompt where `before` has the prompt's ids. It ends with the
+    first stop word that the model writes, wherever its tokens end."""
 
-    def __init__(self, detokenizer, accumulate, stops):
+    def __init__(self, detokenizer, stops, before):
         self._detokenizer = detokenizer
-        self._accumulate = accumulate
         self._stops = stops
-        self._whole = ""
+        self.text = detokenizer.push(before)
+        self._start = len(self.text)
         self.stopped = False
 
     def extend(self, ids):
-        return self._shown(self._detokenizer.push(ids))
+        """Add tokens; return the new piece of the text."""
+        return self._add(self._detokenizer.push(ids))
 
     def finish(self):
-        rest = "" if self.stopped else self._detokenizer.flush()
-        return self._shown(rest) if rest else ""
+        return "" if self.stopped else self._add(self._detokenizer.flush())
 
-    def _shown(self, piece):
-        before = len(self._whole)
-        self._whole += piece
-        ends = [self._whole.find(word) + len(word) for word in self._stops if word in self._whole]
+    def _add(self, piece):
+        before = len(self.text)
+        self.text += piece
+        places = {word: self.text.find(word, self._start) for word in self._stops}
+        ends = [place + len(word) for word, place in places.items() if place >= 0]
         if ends:
-            self._whole, self.stopped = self._whole[: min(ends)], True
-        return self._whole if self._accumulate else self._whole[before:]
+            self.text, self.stopped = self.text[: min(ends)], True
+        return self.text[before:]
 
 
 def _text_tensor(piece):
@@ -262,9 +272,9 @@ def _number(tensors, name, default):
     return default if tensor is None else int(tensor.as_numpy().reshape(-1)[0])
 
 
-def _flag(request, name):
+def _flag(request, name, default=False):
     tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return tensor is not None and bool(tensor.as_numpy().reshape(-1)[0])
+    return default if tensor is None else bool(tensor.as_numpy().reshape(-1)[0])
 
 
 def _texts(request, name):
