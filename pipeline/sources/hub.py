@@ -155,9 +155,6 @@ def download_data(repo_id: str, commit: str, name: str) -> Path:
                 found = HfApi().get_paths_info(repo_id, [name], repo_type="dataset", revision=commit)
                 size = getattr(found[0], "size", None) if found else None
             path = Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
-        if size is not None:
-            _require_size(path, size, repo_id)
-        return path
     except (HostError, UsageError) as error:
         raise HostError(
             f"the data set {repo_id} cannot be had",
@@ -166,6 +163,9 @@ def download_data(repo_id: str, commit: str, name: str) -> Path:
             remedy="give a .txt or .jsonl file, or the shipped text, "
             "--set calibration.data=demo --set calibration.samples=128",
         ) from None
+    if size is not None:
+        _require_size(path, size, repo_id)
+    return path
 
 
 def _wanted(name: str) -> bool:
@@ -188,7 +188,8 @@ def _require_size(path: Path, size: int, repo_id: str) -> None:
         raise HostError(
             f"{path.name} of {repo_id} has another size than the hub says",
             why=f"{there:,} bytes have come, of {size:,}",
-            remedy=f"remove {path.parent} and try again",
+            # The file in the snapshot is a link, which the client makes again to the file that it has.
+            remedy=f"remove {path.resolve()} and try again",
         )
 
 

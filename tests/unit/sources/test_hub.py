@@ -145,6 +145,37 @@ def test_a_second_download_transfers_nothing(server: Hub, files: dict[str, bytes
     assert server.fetched() == []
 
 
+def test_the_remedy_for_a_damaged_file_of_the_cache_heals_it(server: Hub, files: dict[str, bytes]) -> None:
+    commit = server.add(REPO, files)
+    weights = hub.download(REPO, commit, ignore) / "model.safetensors"
+    blob = weights.resolve()
+    assert (weights.is_symlink(), blob.parent.name) == (True, "blobs")
+    blob.write_bytes(b"damaged")
+    with pytest.raises(HostError) as error:
+        hub.download(REPO, commit, ignore)
+    assert refused(error, 4) == (
+        f"model.safetensors of {REPO} has another size than the hub says: 7 bytes have come, "
+        f"of {len(files['model.safetensors']):,}; remove {blob} and try again"
+    )
+    blob.unlink()
+    hub.download(REPO, commit, ignore)
+    assert weights.read_bytes() == files["model.safetensors"]
+
+
+def test_a_damaged_file_of_a_data_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob, link = tmp_path / "blob", tmp_path / "train.parquet"
+    blob.write_bytes(b"damaged")
+    link.symlink_to(blob)
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_paths_info", lambda *_, **__: [SimpleNamespace(size=1000)])
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(link))
+    with pytest.raises(HostError) as error:
+        hub.download_data("acme/text", "0" * 40, "train.parquet")
+    assert refused(error, 4) == (
+        "train.parquet of acme/text has another size than the hub says: 7 bytes have come, of 1,000; "
+        f"remove {blob} and try again"
+    )
+
+
 def test_progress_ends_with_every_byte(server: Hub, files: dict[str, bytes]) -> None:
     seen: list[tuple[int, int]] = []
     hub.download(REPO, server.add(REPO, files), lambda done, total: seen.append((done, total)))
