@@ -75,8 +75,7 @@ class Cluster:
 
             self._exchange = Exchange(open_registry(exchange))
         self._told = told
-        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        self._largest = {name: max(node.get(name, 0) for node in alive) for node in alive for name in node}
+        self._machines: list[dict[str, float]] = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self._head: str = self._ray.get_runtime_context().gcs_address
         self._lost = False
         self._mark = _mark(store.home / "cluster")
@@ -161,8 +160,8 @@ class Cluster:
         return result(reused=answer.reused, reason=f"{answer.reason}, on {answer.node}", artefact=here)
 
     def _run(self, stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None) -> Answer:
-        wanted = needs(stage, spec, self._largest)
-        if wanted.accelerator and not self._largest.get(f"accelerator_type:{wanted.accelerator}"):
+        wanted = needs(stage, spec, self._machines)
+        if wanted.accelerator and not any(f"accelerator_type:{wanted.accelerator}" in one for one in self._machines):
             raise hardware.GpuAbsent(
                 f"no machine of the cluster has {spec.gpu.describe()}",
                 why=f"building asks for the accelerator type {wanted.accelerator}",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
-from trtpipe.pipeline.stages.base import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +35,20 @@ class Needs:
         return all(resources.get(name, 0) >= least for name, least in wanted.items())
 
 
-def needs(stage: Stage, spec: BuildSpec, largest: dict[str, float]) -> Needs:
-    """`largest` is the most that one machine of the cluster has of each: nothing asks for more, except for GPUs."""
+def needs(stage: Stage, spec: BuildSpec, machines: Sequence[Mapping[str, float]]) -> Needs:
+    """`machines` are the resources of each machine of the cluster. A stage asks for no more than one of them
+    has, except for the target's GPU. One that a GPU makes faster asks for a machine with a GPU where there is one."""
     uses = stage.resources(spec)
-    cpus = min(uses.cores, int(largest.get("CPU", 1)))
-    memory = min(uses.memory, int(largest.get("memory", GIB)) // 2)
-    if uses.gpu == "target":
-        return Needs(cpus=cpus, memory=memory, gpus=1, accelerator=accelerator(spec.gpu))
-    gpus = 1 if uses.gpu == "faster" and largest.get("GPU", 0) >= 1 else 0
-    return Needs(cpus=cpus, memory=memory, gpus=gpus)
+    kind = accelerator(spec.gpu) if uses.gpu == "target" else ""
+    wanted = f"accelerator_type:{kind}" if kind else "GPU"
+    able = [one for one in machines if one.get(wanted, 0) >= 1] if uses.gpu else []
+
+    def share(one: Mapping[str, float]) -> tuple[int, int]:
+        return min(uses.memory, int(one.get("memory", 0)) // 2), min(uses.cores, int(one.get("CPU", 0)))
+
+    # The memory and cores of one machine, since no machine may have the most of both.
+    memory, cpus = max(map(share, able or machines))
+    return Needs(cpus=cpus, memory=memory, gpus=1 if kind or able else 0, accelerator=kind)
 
 
 def accelerator(gpu: GpuSpec) -> str:

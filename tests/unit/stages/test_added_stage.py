@@ -52,6 +52,37 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
+@pytest.mark.parametrize(
+    ("machines", "cpus", "memory", "gpus"),
+    [
+        # The head has the cores, the other machine the GPU.
+        ([{"CPU": 64.0, "memory": 256.0 * GIB}, {"CPU": 2.0, "memory": 32.0 * GIB, "GPU": 1.0}], 2, 2 * GIB, 1),
+        ([{"CPU": 64.0, "memory": 256.0 * GIB}, {"CPU": 2.0, "memory": 2.0 * GIB, "GPU": 1.0}], 2, GIB, 1),
+        ([{"CPU": 64.0, "memory": 256.0 * GIB}, {"CPU": 2.0, "memory": 32.0 * GIB}], 3, 2 * GIB, 0),
+        # None has both the cores and the memory.
+        ([{"CPU": 64.0, "memory": 2.0 * GIB}, {"CPU": 1.0, "memory": 32.0 * GIB}], 1, 2 * GIB, 0),
+        ([{"memory": 1.0 * GIB}], 0, GIB // 2, 0),
+    ],
+)
+def test_no_stage_asks_a_cluster_for_more_than_one_machine_has(
+    in_folder: Path, machines: list[dict[str, float]], cpus: int, memory: int, gpus: int
+) -> None:
+    asked = needs(Count(), plan(hf_folder(in_folder / "tiny")), machines)
+    assert asked == Needs(cpus=cpus, memory=memory, gpus=gpus)
+    assert any(map(asked.met, machines))
+
+
+def test_a_build_on_the_gpu_that_a_spec_names_asks_for_that_gpus_machine(in_folder: Path) -> None:
+    spec = plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16")
+    (stage,) = (one for one in stages.STAGES if one.name == "build")
+    h100 = {"CPU": 1.0, "memory": 64.0 * GIB, "GPU": 8.0, "accelerator_type:H100": 1.0}
+    machines = [{"CPU": 64.0, "memory": 256.0 * GIB}, {"CPU": 64.0, "memory": 64.0 * GIB, "GPU": 1.0}, h100]
+    asked = needs(stage, spec, machines)
+    assert asked == Needs(cpus=1, memory=GIB // 4, gpus=1, accelerator="H100")
+    assert [asked.met(one) for one in machines] == [False, False, True]
+    assert needs(stage, spec, machines[:1]).accelerator == "H100", "the command says that no machine has it"
+
+
 def test_a_stage_is_run_reused_and_told(added: Stage, in_folder: Path, tmp_path: Path) -> None:
     spec, store = plan(hf_folder(in_folder / "tiny")), Store(tmp_path / "home")
     assert build(spec, store, until="count")["count"] == ("made", "first run")
@@ -80,8 +111,8 @@ def test_a_stage_says_what_it_uses_of_a_machine_and_whether_its_artefact_travels
     added: Stage, in_folder: Path
 ) -> None:  # fmt: skip
     spec = plan(hf_folder(in_folder / "tiny"))
-    largest = {"CPU": 8.0, "memory": 64.0 * GIB, "GPU": 1.0}
-    assert needs(added, spec, largest) == Needs(cpus=3, memory=2 * GIB, gpus=1)
+    machine = {"CPU": 8.0, "memory": 64.0 * GIB, "GPU": 1.0}
+    assert needs(added, spec, [machine]) == Needs(cpus=3, memory=2 * GIB, gpus=1)
     assert stages.carried() == (
         "tokenizer",
         "adapters",
