@@ -76,9 +76,12 @@ def _link_version(source: Path, out: Path, names: set[str], prefix: str) -> None
         elif path.name == SETTINGS and prefix:
             # Of repeated keys the last counts, as in the script.
             settings = read_yaml(path, repeats=True)
-            model = settings.get("model")
-            if isinstance(model, str) and _is_inside(model, names):
-                settings["model"] = prefix + model
+            drafts = settings.get("speculative_config")
+            places = ((settings, "model"), (drafts if isinstance(drafts, dict) else {}, "speculative_model_dir"))
+            for holder, name in places:
+                value = holder.get(name)
+                if isinstance(value, str) and _is_inside(value, names):
+                    holder[name] = prefix + value
             (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         elif path.name == FOLDER and path.is_dir():
             # A folder of this server's own, in which adapters can be added and removed.

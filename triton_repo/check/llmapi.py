@@ -62,7 +62,12 @@ def check_llmapi(
     _check_triton(model, path, text, settings, known.triton, report)
     _check_backend(path, text, settings, known, release, report)
     place = _check_model(path, text, settings, models, release, report)
-    _check_tokenizer(path, text, settings, models, report)
+    _check_place((path, "tokenizer" + line_of(text, r"^tokenizer\b")), settings.get("tokenizer"), models, report)
+    drafts = settings.get("speculative_config")
+    if isinstance(drafts, dict):
+        name = "speculative_model_dir"
+        where = path, f"speculative_config.{name}" + line_of(text, rf"^\s+{name}\b")
+        _check_place(where, drafts.get(name), models, report)
     _check_processors(path, settings, report)
     if place is not None and (place / PASSPORT).is_file():
         passport = check_passport((path, "model" + line_of(text, r"^model\b")), place, gpus, toolchain, report)
@@ -315,9 +320,8 @@ def _config(path: Path, report: Report) -> dict[str, Any] | None:
         return None
 
 
-def _check_tokenizer(path: Path, text: str, settings: dict[str, Any], models: dict[str, Model], report: Report) -> None:
-    """Check the `tokenizer` setting, which is the model's own unless it is given."""
-    name, where = settings.get("tokenizer"), (path, "tokenizer" + line_of(text, r"^tokenizer\b"))
+def _check_place(where: Location, name: Any, models: dict[str, Model], report: Report) -> None:
+    """Check that a folder or a name on the hub, which a setting may give beside the model's, is there."""
     if not isinstance(name, str) or not name or PLACEHOLDER.search(name):
         return
     place = locate(name, report.repository, models)

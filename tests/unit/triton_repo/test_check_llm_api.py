@@ -52,6 +52,7 @@ LLMAPI_WRONG: list[tuple[Any, ...]] = [
     ("no model", says("model: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n", ""), "llmapi-model"),
     ("model elsewhere", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "./models/llama"), "llmapi-model"),
     ("model not in the repository", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tensorrt_llm/2"), "llmapi-model"),
+    ("draft not there", adds("speculative_config:\n  speculative_model_dir: tensorrt_llm/1/draft\n"), "llmapi-model"),
     ("an engine", both(says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tensorrt_llm/1/engine"),
                        write("tensorrt_llm/1/engine/config.json", "{}"),
                        write("tensorrt_llm/1/engine/rank0.engine", "")), "llmapi-model"),
@@ -77,6 +78,8 @@ LLMAPI_RIGHT: list[tuple[str, Change]] = [
     ("instances", both(edit("tensorrt_llm", "count: 1", "count: 2"), param("gpu_device_ids", "0;1"))),
     ("more", adds("  cancellation_check_period_ms: 50\nmax_batch_size: 64\ncuda_graph_config: {}\n"
                   "speculative_config:\n  decoding_type: NGram\n")),
+    ("draft", both(adds("speculative_config:\n  speculative_model_dir: tensorrt_llm/1/draft\n"),
+                   write("tensorrt_llm/1/draft/config.json", "{}"))),
     ("container's model", says("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "/models/llama")),
     ("settings elsewhere", move("tensorrt_llm/1/model.yaml", "tensorrt_llm/1/llama.yaml")),
     ("quoted number", says("tensor_parallel_size: 1", 'tensor_parallel_size: "1"')),

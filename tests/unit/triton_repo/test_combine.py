@@ -83,10 +83,19 @@ def test_the_settings_of_the_llm_api_follow(tmp_path: Path) -> None:
     version = repository / "tensorrt_llm" / "1"
     (version / "model.py").write_text("code", encoding="utf-8")
     (version / "model.safetensors").write_bytes(b"weights")
-    (version / "model.yaml").write_text("model: tensorrt_llm/1\nmax_batch_size: 8\n", encoding="utf-8")
+    settings = {"max_batch_size": 8, "model": "tensorrt_llm/1"}
+    drafts = {"decoding_type": "DraftTarget", "speculative_model_dir": "tensorrt_llm/1/draft"}
+    text = yaml.safe_dump({**settings, "speculative_config": drafts})
+    (version / "model.yaml").write_text(text, encoding="utf-8")
+    (version / "draft").mkdir()
     link_models(repository, "a.", out)
     made = out / "a.tensorrt_llm" / "1"
-    assert yaml.safe_load((made / "model.yaml").read_text()) == {"model": "a.tensorrt_llm/1", "max_batch_size": 8}
+    assert yaml.safe_load((made / "model.yaml").read_text()) == {
+        "max_batch_size": 8,
+        "model": "a.tensorrt_llm/1",
+        "speculative_config": {**drafts, "speculative_model_dir": "a.tensorrt_llm/1/draft"},
+    }
+    assert (out / "a.tensorrt_llm/1/draft").is_dir()
     # It looks for its settings beside itself, wherever a link may lead.
     assert not (made / "model.py").is_symlink()
     assert (made / "model.safetensors").is_symlink()
