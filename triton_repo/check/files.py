@@ -62,7 +62,7 @@ def _check_adapters(folder: Path, report: Report) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             continue
-        if not path.name.isdigit() or int(path.name) >= 1 << 31:
+        if not (path.name.isascii() and path.name.isdigit()) or int(path.name) >= 1 << 31:
             report.warning(
                 "engine-feature", path, "is not named by a number of 31 bits", "no adapter is loaded from it",
                 "rename it to the number that clients send as lora_task_id",

@@ -284,7 +284,8 @@ def _check_number(model: Model, name: str, text: str, fact: Parameter, report: R
 
 def _check_range(model: Model, name: str, value: float, fact: Parameter, report: Report) -> None:
     told = None
-    if (fact.least is not None and value < fact.least) or (fact.above is not None and value <= fact.above):
+    # NaN, which Python reads, is neither less nor more.
+    if (fact.least is not None and not value >= fact.least) or (fact.above is not None and not value > fact.above):
         told = f"at least {fact.least:g}" if fact.least is not None else f"more than {fact.above:g}"
     elif (fact.most is not None and value > fact.most) or (fact.below is not None and value >= fact.below):
         told = f"at most {fact.most:g}" if fact.most is not None else f"less than {fact.below:g}"

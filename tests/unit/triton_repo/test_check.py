@@ -229,6 +229,8 @@ WRONG: list[tuple[Any, ...]] = [
     ("the whole memory", param("kv_cache_free_gpu_mem_fraction", "1.0"), "range-value"),
     ("above it", param("kv_cache_free_gpu_mem_fraction", "90"), "range-value"),
     ("no memory", param("kv_cache_free_gpu_mem_fraction", "0"), "range-value"),
+    ("no number, which Python reads", both(edit("tensorrt_llm", 'backend: "tensorrtllm"', 'backend: "python"'),
+                                           param("kv_cache_free_gpu_mem_fraction", "nan")), "range-value"),
     ("no beams", param("max_beam_width", "0"), "range-value"),
     ("no sink", param("sink_token_length", "0"), "range-value"),
     ("streamed share", param("gpu_weights_percent", "80"), "range-value"),
@@ -313,6 +315,9 @@ WRONG: list[tuple[Any, ...]] = [
     ("one beam", param("decoding_mode", "beam_search"), "decoding-mode"),
     ("streamed weights", param("gpu_weights_percent", "0.5"), "engine-feature"),
     ("adapters", param("lora_prefetch_dir", "/adapters"), "engine-feature"),
+    ("adapter of a superscript", both(
+        engine("build_config.plugin_config.lora_plugin", "auto"), write("tensorrt_llm/1/lora/²/adapter.json", "{}"),
+        params(lora_prefetch_dir="tensorrt_llm/1/lora", lora_cache_max_adapter_size="64")), "engine-feature", WARNING),
     ("cross attention", param("cross_kv_cache_fraction", "0.5"), "engine-feature"),
     ("draft target", both(engine("build_config.speculative_decoding_mode", 2), param("enable_kv_cache_reuse", "false")),
      "engine-feature"),
