@@ -112,13 +112,21 @@ class Grammars:
             with theirs, self._lock:
                 if self._process is None or self._process.poll() is not None:
                     self._start()
-                assert self._control is not None
-                socket.send_fds(self._control, [b"g"], [theirs.fileno()])
+                try:
+                    self._hand_over(theirs)
+                except ConnectionError:  # the process has been killed a moment ago
+                    self._start()
+                    self._hand_over(theirs)
             with contextlib.suppress(ConnectionError):
                 ours.sendall(json.dumps(dataclasses.asdict(guide)).encode())
                 ours.shutdown(socket.SHUT_WR)
                 return b"".join(iter(lambda: ours.recv(1 << 20), b""))
         return b""
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        """Send the process its end of a socket. Raises ConnectionError where the process is gone."""
+        assert self._control is not None
+        socket.send_fds(self._control, [b"g"], [theirs.fileno()])
 
     def _start(self) -> None:
         self._stop()

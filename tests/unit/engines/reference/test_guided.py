@@ -311,3 +311,16 @@ def test_a_request_that_is_cancelled_while_its_grammar_is_compiled(runtime: Runt
     runtime.cancel(0)
     assert [output.finish for output in runtime.step()] == ["cancelled"]
     assert not runtime.has_work
+
+
+def test_a_compiling_process_that_was_just_killed_is_started_again(
+    compiling: grammars.Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling.compile(Guide("regex", "[ab]x")).result()
+    killed = compiling._process
+    assert killed is not None
+    killed.kill()
+    killed.wait()
+    monkeypatch.setattr(killed, "poll", lambda: None)  # as a moment before
+    assert compiling.compile(Guide("regex", "[ab]y")).result().memory_size_bytes > 0
+    assert compiling._process is not killed
