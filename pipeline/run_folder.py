@@ -128,7 +128,8 @@ class RunFolder:
     @property
     def finish(self) -> str:
         """What a message says to do about an artefact that was never made: the command that runs the stages left."""
-        return f"run `trtpipe build --from {self.path.name}`" if self.origins() else self.rebuild
+        name = self.path.name if self.path.parent.resolve() == RUNS.resolve() else self.path
+        return f"run `trtpipe build --from {name}`" if self.origins() else self.rebuild
 
     def again(self, stage: str) -> str:
         """What a message says to do about the stage's artefact that was lost: a build does not make what came from

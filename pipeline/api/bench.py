@@ -234,7 +234,7 @@ def _outside_a_loop(work: Callable[[Begun], Result]) -> Result:
             try:
                 return running.result()
             except KeyboardInterrupt:
-                if running.done():  # it is the work's own
+                if running.done() or not interrupts:  # it is the work's own, or `work` does not hear of one
                     raise
                 for interrupt in interrupts:
                     interrupt(signal.SIGINT)

@@ -194,9 +194,13 @@ def compare(
     compared = [row for place in places for row in _rows(place, sides, known)]
     judgements = [judgement for condition in parsed for judgement in _judge(condition, places, sides, known)]
     for condition in parsed if places else ():
-        for place, letter in missing:  # a server that died has not passed
-            told = f"{letter} at {place} cannot be judged: it was not measured"
-            judgements.append(Judgement(condition=condition.text, place=place, letter=letter, fired=None, told=told))
+        for place, lacks in missing:  # a server that died has not passed
+            if lacks == LETTERS[0] and not condition.relative:  # which needs no base
+                judgements += _judge(condition, [place], sides, known)
+                continue
+            told = f"{lacks} at {place.name} cannot be judged: it was not measured"
+            judgement = Judgement(condition=condition.text, place=place.name, letter=lacks, fired=None, told=told)
+            judgements += [] if judgement in judgements else [judgement]
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
         warnings=(*differences({letter: side.report for letter, side in sides.items()}), *unlike, *warnings),
@@ -310,7 +314,8 @@ def _outcome(
         if any(point["stopped"] or point["interrupted"] for point in load_points):
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
-        base, value = (sides[x].value(place.load_points[x], metric, condition.statistic) for x in (LETTERS[0], letter))
+        values = [sides[x].value(place.load_points[x], metric, condition.statistic) for x in needed]
+        base, value = values[0], values[-1]
         if not condition.relative and value is not None:
             return condition.fires(value), f"has {_with_unit(value, known[metric].unit)}"
         if condition.relative and value is not None and base:

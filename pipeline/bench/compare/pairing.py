@@ -145,7 +145,7 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
         side.report["metrics"] |= theirs
 
 
-def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]], list[str]]:
+def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[Place, str]], list[str]]:
     """Match the load points of the base and the other reports. Returns the shared loads, (load, letter) for each load
     that a report lacks, and warnings about all that differs."""
     base, *others = sides
@@ -157,7 +157,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
         told = ", ".join(f"{letter} {next(iter(mine))}" for letter, mine in protocols.items())
         warnings.append(f"protocol: {told}; load points are matched by their load alone")
     groups = {letter: _grouped(side, by_protocol=by_protocol) for letter, side in sides.items()}
-    places, missing = [], list[tuple[str, str]]()
+    places, missing = [], list[tuple[Place, str]]()
     for key, numbers in groups[base].items():
         first = sides[base].load_points[numbers[0]]
         name = f"{first['protocol']}, {first['label']}" if by_protocol else first["label"]
@@ -166,7 +166,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
             found = _counterpart(key, groups[base], groups[letter])
             if found is None:
                 warnings.append(f"{name}: not in {letter}")
-                missing.append((name, letter))
+                missing.append((Place(name=name, load_points={base: numbers}), letter))
                 continue
             load_points[letter] = groups[letter].pop(found)
             if found != key:
@@ -185,7 +185,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
             point = sides[letter].load_points[numbers[0]]
             name = f"{point['protocol']}, {point['label']}"
             warnings.append(f"{name}: only in {letter}")
-            missing.append((name, base))
+            missing.append((Place(name=name, load_points={letter: numbers}), base))
     if not places:
         warnings.append(
             f"no load point of {base} has the protocol and the load of another report's: nothing is compared"

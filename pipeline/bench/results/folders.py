@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from datetime import datetime
@@ -21,16 +22,17 @@ def new(target: str) -> Path:
 def claim(report: Path) -> Path:
     """Make the folder of a path of `new`. Where another run, which began in the same second, has made it, make one with
     a number. Returns the report's path. Raises HostError."""
-    for number in itertools.count(1):
-        folder = report.parent if number == 1 else report.parent.with_name(f"{report.parent.name}.{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise HostError(f"{folder} cannot be made", why=error.strerror or str(error)) from None
-        return folder / FILE
-    raise AssertionError
+    folder = report.parent
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+            folder = report.parent.with_name(f"{report.parent.name}.{number}")
+    except OSError as error:
+        raise HostError(f"{folder} cannot be made", why=error.strerror or str(error)) from None
+    return folder / FILE
 
 
 def link_latest(folder: Path) -> None:

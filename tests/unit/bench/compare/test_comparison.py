@@ -301,9 +301,12 @@ def test_a_load_point_that_was_not_measured_has_not_passed(tmp_path: Path) -> No
     assert str(found.refusal()) == (
         "the comparison fails: p99_ttft > 2x (B at grpc, 4 in flight cannot be judged: it was not measured)"
     )
-    turned = compare([tmp_path / "b", a], fail_if=["p99_ttft > 2x"])
+    turned = compare([tmp_path / "b", a, a], fail_if=["p99_ttft > 2x", "error_rate > 1%", "p99_ttft > 20ms"])
+    # A figure alone needs no base.
     assert str(turned.refusal()) == (
-        "the comparison fails: p99_ttft > 2x (A at grpc, 4 in flight cannot be judged: it was not measured)"
+        "the comparison fails: p99_ttft > 20ms (B at grpc, 2 in flight has 67.05 ms, C at grpc, 2 in flight has "
+        "67.05 ms, B at grpc, 4 in flight has 67.05 ms, and 1 more); "
+        "p99_ttft > 2x (A at grpc, 4 in flight cannot be judged: it was not measured)"
     )
 
 

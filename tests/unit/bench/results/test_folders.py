@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.bench.results import folders
 
 
@@ -37,6 +37,12 @@ def test_runs_that_begin_in_the_same_second_do_not_share_one_either() -> None:
     name = begun[0].parent.name
     assert [place.parent.name for place in claimed] == [name, f"{name}.2", f"{name}.3"]
     assert not any(claimed[0].parent.iterdir())
+
+
+def test_a_folder_of_reports_that_cannot_be_made_is_told() -> None:
+    Path("reports").symlink_to("gone/reports")
+    with pytest.raises(HostError, match=r"^reports/\d+-\d+-x cannot be made: File exists"):
+        folders.claim(folders.new("x"))
 
 
 def test_a_target_s_name_stays_one_folder() -> None:
