@@ -100,7 +100,12 @@ def test_a_client_that_leaves_ends_its_own_request_alone(
     postprocessing: Any, tokenizer: Tokenizer, models: dict[str, Any]
 ) -> None:
     stopped = []
-    models["tensorrt_llm"] = lambda request: stopped.append(request.request_id()) or []
+
+    def stop(request: InferenceRequest) -> list[InferenceResponse]:
+        stopped.append(request.request_id())
+        return [InferenceResponse()]
+
+    models["tensorrt_llm"] = stop
     ids = tokenizer.encode("hi").ids
     piece(postprocessing, ids, "same", key=7, cancelled=True)
     piece(postprocessing, ids, "same", key=8, last=True, cancelled=True)  # it has ended
