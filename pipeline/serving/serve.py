@@ -367,7 +367,8 @@ def reload(
 
 def _load_instead(server: Server, renewed: Server, loaded: Sequence[Served], folder: Path) -> None:
     """Load the models of `loaded`, part of `renewed`, into a running server, and let its gateway serve them. Raises
-    StageFailed, or the gateway's error; the server is as before then, and after an interrupt too."""
+    StageFailed, or the gateway's error; the server is as before then, and after an interrupt too, unless the error says
+    that it did not take back its models."""
     gateway, asked = server.gateway_pid, False
     models = _gateway_models(renewed, folder)
     before = {link.name: link.readlink() for link in (folder / "models").iterdir()}
@@ -390,12 +391,21 @@ def _load_instead(server: Server, renewed: Server, loaded: Sequence[Served], fol
             gateway_process.reload(gateway, models, _gateway_log(server))
     except BaseException as error:
         _link(before, folder)
-        again = [name for name in changed if name in before]
-        for name in again:
-            os.utime(before[name] / "1")  # Triton loads only what is newer than what it has
-        model_control.load_models(server.endpoints, again, server.log)
+        lost = []
+        for name in [name for name in changed if name in before]:
+            try:
+                for version in before[name].glob("[0-9]*"):
+                    os.utime(version)  # Triton loads only what is newer than what it has
+                model_control.load_models(server.endpoints, [name], server.log)
+            except (OSError, StageFailed) as failure:
+                lost.append(str(failure))
         if gateway is not None and asked and not isinstance(error, TrtpipeError):  # it may take the new models yet
             gateway_process.reload(gateway, _gateway_models(server, folder), _gateway_log(server))
+        if lost:
+            raise StageFailed(
+                f"{server.name} did not take back its models", why="; ".join([str(error), *lost]),
+                remedy="stop it, and serve it again",
+            ) from error  # fmt: skip
         raise
 
 

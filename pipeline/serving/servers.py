@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -231,13 +232,29 @@ def none_running(store: Store, name: str | None) -> UsageError:
     found = recorded(store)
     died = [one for one in found if one.died is not None and name in (None, one.name)]
     others = ", ".join(one.name for one in found if one.died is None)
+    remedies = [f"see {one.log}" for one in died]
+    abroad = [one for one in _of_other_machines(store) if name in (None, one.name)]
+    if name is not None and abroad:
+        record = store.home / "servers" / f"{name}.json"
+        remedies.append(f"give the command on {abroad[0].machine}, or remove {record} if that machine is gone")
+    else:
+        remedies.append(f"name one that runs: {others}" if others else "run `trtpipe serve`")
     return UsageError(
         "no server is running" if name is None else f"no server named '{name}' is running",
-        why="; ".join(f"{one.name} died: {one.died}" for one in died),
-        remedy="; ".join(
-            [*(f"see {one.log}" for one in died), f"name one that runs: {others}" if others else "run `trtpipe serve`"]
+        why="; ".join(
+            [*(f"{one.name} died: {one.died}" for one in died),
+             *(f"{one.name} was started on {one.machine}, which shares the store" for one in abroad)]
         ),
-    )
+        remedy="; ".join(remedies),
+    )  # fmt: skip
+
+
+def _of_other_machines(store: Store) -> Iterator[Server]:
+    for path in sorted((store.home / "servers").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, InputDataError):
+            server = read_server(path)
+            if server.machine != machine() and server.died is None:
+                yield server
 
 
 def starting(store: Store, name: str) -> AbstractContextManager[None]:

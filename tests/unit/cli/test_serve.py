@@ -185,6 +185,17 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     assert run("stop").error() == "several servers are running; name one, or pass --all: a, b"
 
 
+def test_a_server_of_another_machine_that_shares_the_store_is_named(store: Store, run: Run) -> None:
+    remember(store, "a")
+    record = store.home / "servers" / "a.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "machine": "gpu-7"}))
+    assert run("stop", "a").error() == (
+        "no server named 'a' is running: a was started on gpu-7, which shares the store; "
+        f"give the command on gpu-7, or remove {record} if that machine is gone"
+    )
+    assert record.exists()
+
+
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
