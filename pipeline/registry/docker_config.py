@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,27 @@ from trtpipe.engines.json_input import parse_json, read_json
 
 MAX_CONFIG_BYTES = 1 << 20
 HELPER_SECONDS = 30
+# User name that a credential helper gives with an identity token.
+OF_IDENTITY = "<token>"
 # `docker login` without a host logs in to Docker Hub, and uses this name.
 DOCKER_HUB = "https://index.docker.io/v1/"
 OF_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 
 
-def credentials(host: str) -> str | None:
-    """ "user:password" in base64 for the registry `host`, which may have a port; None where nothing is kept.
+@dataclass(frozen=True)
+class Credentials:
+    """What is kept for a registry: one of the two is empty.
+
+    basic     "user:password" in base64
+    identity  an identity token, which the registry's token server takes instead, as Azure's does
+    """
+
+    basic: str = ""
+    identity: str = ""
+
+
+def credentials(host: str) -> Credentials | None:
+    """What is kept for the registry `host`, which may have a port; None where nothing is.
 
     Raises InputDataError for a configuration that is malformed.
     """
@@ -30,12 +45,14 @@ def credentials(host: str) -> str | None:
     config = read_json(path, "Docker's configuration", max_bytes=MAX_CONFIG_BYTES)
     auths, helpers = (_object(config, name, path) for name in ("auths", "credHelpers"))
     for key, entry in auths.items():
-        if _host(key) in _names(host) and isinstance(entry, dict) and isinstance(entry.get("auth"), str):
-            kept: str = entry["auth"]
-            if kept and not re.fullmatch(r"[A-Za-z0-9+/=_-]+", kept):
+        if _host(key) not in _names(host) or not isinstance(entry, dict):
+            continue
+        if isinstance(token := entry.get("identitytoken"), str) and token:
+            return Credentials(identity=token)  # `auth` then has a user name alone
+        if isinstance(kept := entry.get("auth"), str) and kept:
+            if not re.fullmatch(r"[A-Za-z0-9+/=_-]+", kept):
                 raise InputDataError(f"{path} holds no base64 for {key}", remedy=f"run `docker login {host}`")
-            if kept:
-                return kept
+            return Credentials(basic=kept)
     for name in _names(host):
         helper = helpers.get(name) or config.get("credsStore")
         if isinstance(helper, str) and (kept_there := _ask(helper, DOCKER_HUB if host in OF_DOCKER_HUB else name)):
@@ -64,7 +81,7 @@ def _names(host: str) -> tuple[str, ...]:
     return (host,) if other is None else (host, f"{other}{separator}{port}")
 
 
-def _ask(helper: str, server: str) -> str | None:
+def _ask(helper: str, server: str) -> Credentials | None:
     """Credentials for a server from the program docker-credential-HELPER; None where it has none."""
     try:
         done = subprocess.run(
@@ -72,6 +89,9 @@ def _ask(helper: str, server: str) -> str | None:
             input=server.encode(), capture_output=True, timeout=HELPER_SECONDS, check=True,
         )  # fmt: skip
         told = parse_json(done.stdout, max_bytes=MAX_CONFIG_BYTES)
-        return base64.b64encode(f"{told['Username']}:{told['Secret']}".encode()).decode()
+        user, secret = told["Username"], told["Secret"]
+        if user == OF_IDENTITY:
+            return Credentials(identity=str(secret))
+        return Credentials(basic=base64.b64encode(f"{user}:{secret}".encode()).decode())
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None  # treated as missing credentials: the registry decides whether it needs any

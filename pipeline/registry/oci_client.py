@@ -18,7 +18,7 @@ from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.bench.options import is_local
 from trtpipe.pipeline.net.http_limits import LimitedClient
-from trtpipe.pipeline.registry.docker_config import credentials
+from trtpipe.pipeline.registry.docker_config import Credentials, credentials
 from trtpipe.pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
 from trtpipe.pipeline.registry.streams import WAITS
 
@@ -117,13 +117,16 @@ class OciClient:
         kind, _, rest = challenge[:MAX_CHALLENGE].partition(" ")
         told = {key.lower(): value for key, value in re.findall(r'([A-Za-z]+)="([^"]*)"', rest)}
         known = credentials(self.host)
-        if kind.lower() == "basic" and known is not None:
-            return f"Basic {known}"
+        if kind.lower() == "basic" and known is not None and known.basic:
+            return f"Basic {known.basic}"
         if kind.lower() == "bearer" and told.get("realm"):
             return f"Bearer {self._token(told, known)}"
-        raise HostError(f"{self.url} does not let you", why="it asks who you are", remedy=self._login())
+        why, remedy = "it asks who you are", self._login()
+        if kind.lower() == "basic" and known is not None:
+            why, remedy = "it asks for a password, and Docker keeps an identity token", f"{remedy} with a password"
+        raise HostError(f"{self.url} does not let you", why=why, remedy=remedy)
 
-    def _token(self, told: dict[str, str], known: str | None) -> str:
+    def _token(self, told: dict[str, str], known: Credentials | None) -> str:
         """A token from the server that the registry names, requested with the registry's credentials, if any."""
         realm = httpx.URL(told["realm"])
         if realm.scheme != "https" and not (self._own.scheme == "http" and is_local(str(realm))):
@@ -134,11 +137,17 @@ class OciClient:
                 why="that is another site, and they were not sent",
                 remedy=f"set {AUTH_HOSTS}={realm.host[:200]} if they are for it, too",
             )
-        response = self._http.get(
-            realm.copy_merge_params({key: told[key] for key in ("service", "scope") if key in told}),
-            headers={} if known is None else {"Authorization": f"Basic {known}"},
-            follow_redirects=False,
-        )
+        asked: dict[str, str] = {key: told[key] for key in ("service", "scope") if key in told}
+        if known is not None and known.identity:
+            # OAuth 2, as CNCF Distribution's token servers have it.
+            form = {"grant_type": "refresh_token", "refresh_token": known.identity, "client_id": "trtpipe", **asked}
+            response = self._http.post(realm, data=form, follow_redirects=False)
+        else:
+            response = self._http.get(
+                realm.copy_merge_params(asked),
+                headers={} if known is None else {"Authorization": f"Basic {known.basic}"},
+                follow_redirects=False,
+            )
         try:
             answer = parse_json(response.content) if response.status_code == 200 else {}
             token = answer.get("token") or answer.get("access_token")

@@ -111,9 +111,9 @@ def oci(folder: Path, users: str | None = None, issuer: str | None = None) -> It
 
 
 @contextlib.contextmanager
-def tokens(folder: Path, user: str, password: str) -> Iterator[str]:
-    """URL of a server that gives tokens to `user` alone, as those of large registries do. Its certificate is
-    issuer.pem in `folder`."""
+def tokens(folder: Path, user: str, password: str, identity: str = "") -> Iterator[str]:
+    """URL of a server that gives tokens to `user` alone, as those of large registries do, or to who has an `identity`
+    token. Its certificate is issuer.pem in `folder`."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import padding, rsa
@@ -148,9 +148,20 @@ def tokens(folder: Path, user: str, password: str) -> Iterator[str]:
     class Issuer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = base64.b64encode(f"{user}:{password}".encode()).decode()
+            asked = parse_qs(urlparse(self.path).query)
+            self._answer("token", asked if self.headers.get("Authorization") == f"Basic {known}" else None)
+
+        def do_POST(self) -> None:
+            """OAuth 2: https://distribution.github.io/distribution/spec/auth/oauth/"""
+            asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            told = {name: asked.get(name) for name in ("grant_type", "refresh_token", "service")}
+            known = {"grant_type": ["refresh_token"], "refresh_token": [identity], "service": ["here"]}
+            self._answer("access_token", asked if "client_id" in asked and told == known else None)
+
+        def _answer(self, name: str, asked: dict[str, list[str]] | None) -> None:
             status, answer = 401, {"details": "who are you?"}
-            if self.headers.get("Authorization") == f"Basic {known}":
-                status, answer = 200, {"token": token(parse_qs(urlparse(self.path).query).get("scope", []))}
+            if asked is not None:
+                status, answer = 200, {name: token(asked.get("scope", []))}
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.registry.docker_config import credentials
+from trtpipe.pipeline.registry.docker_config import Credentials, credentials
 from trtpipe.pipeline.registry.sites import may_have_credentials
 
 
@@ -58,17 +58,23 @@ def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "one.example": {"auth": "b25l"}, "https://two.example/v1/": {"auth": "dHdv"}, "asked.example": {},
         "three.example:5000": {"auth": "dGhyZWU="}, "localhost:5000": {"auth": "aGVyZQ=="},
         "https://index.docker.io/v1/": {"auth": "aHVi"},
+        "azure.example": {"auth": "MDAwMDAwMDAtMDAwMC0wMDAwLTAwMDAtMDAwMDAwMDAwMDAwOg==", "identitytoken": "eyJ.one"},
     }  # fmt: skip
     helpers = {"asked.example": "works", "broken.example": "broken", "absent.example": "absent"}
+    helpers["helped.example"] = "identity"
     file.write_text(json.dumps({"auths": auths, "credHelpers": helpers, "credsStore": "store"}))
     helper(tmp_path, "works", 'cat >"$0.asked"; echo \'{"Username": "ali", "Secret": "open sesame"}\'')
+    helper(tmp_path, "identity", 'cat >/dev/null; echo \'{"Username": "<token>", "Secret": "eyJ.two"}\'')
     helper(tmp_path, "broken", "echo '[]'")
     helper(tmp_path, "store", "cat >/dev/null; exit 1")
     assert [credentials(host) for host in ("one.example", "two.example", "three.example:5000", "three.example")] == [
-        "b25l", "dHdv", "dGhyZWU=", None,
+        Credentials("b25l"), Credentials("dHdv"), Credentials("dGhyZWU="), None,
     ]  # fmt: skip
-    assert [credentials(host) for host in ("127.0.0.1:5000", "registry-1.docker.io")] == ["aGVyZQ==", "aHVi"]
-    assert credentials("asked.example") == "YWxpOm9wZW4gc2VzYW1l"
+    assert credentials("127.0.0.1:5000") == Credentials("aGVyZQ==")
+    assert credentials("registry-1.docker.io") == Credentials("aHVi")
+    assert credentials("asked.example") == Credentials("YWxpOm9wZW4gc2VzYW1l")
+    assert credentials("azure.example") == Credentials(identity="eyJ.one")
+    assert credentials("helped.example") == Credentials(identity="eyJ.two")
     assert (tmp_path / "docker-credential-works.asked").read_text() == "asked.example"
     assert [credentials(host) for host in ("broken.example", "absent.example", "other.example")] == [None] * 3
     for text, why in (

@@ -758,20 +758,24 @@ def test_a_registry_that_does_not_answer_is_named(made: Store, monkeypatch: pyte
             transfer.push(TARGET, open_registry(url), made)
 
 
-@pytest.mark.parametrize("kind", ["basic", "token"])
+@pytest.mark.parametrize("kind", ["basic", "token", "identity"])
 @pytest.mark.parametrize(("password", "status"), [("open sesame", None), ("sesame", 401), (None, 401)])
 def test_credentials_of_docker_login(
     made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None, status: int | None, kind: str
 ) -> None:
     with contextlib.ExitStack() as servers:
-        if kind == "token":
-            issuer = servers.enter_context(registries.tokens(tmp_path, "ali", "open sesame"))
+        if kind != "basic":
+            known = ("ali", "open sesame", "") if kind == "token" else ("", "", "open sesame")
+            issuer = servers.enter_context(registries.tokens(tmp_path, *known))
             address = servers.enter_context(registries.oci(tmp_path, issuer=issuer))
         else:
             users = "ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy"
             address = servers.enter_context(registries.oci(tmp_path, users=users))
         word = base64.b64encode(f"ali:{password}".encode()).decode()
-        auths = {} if password is None else {address: {"auth": word}}
+        entry = {"auth": word}
+        if kind == "identity":  # as `az acr login` leaves it
+            entry = {"auth": "MDAwMDAwMDAtMDAwMC0wMDAwLTAwMDAtMDAwMDAwMDAwMDAwOg==", "identitytoken": f"{password}"}
+        auths = {} if password is None else {address: entry}
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
         url = f"oci://{address}/team/models"
@@ -783,6 +787,18 @@ def test_credentials_of_docker_login(
         with pytest.raises(HostError, match=rf"{url} .*run `docker login {address}`"):
             open_registry(url)
         assert time.monotonic() - begun < 10, "it is not asked again and again"
+
+
+def test_an_identity_token_is_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with registries.oci(tmp_path, users="ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy") as address:
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"identitytoken": "eyJ.one"}}}))
+        with pytest.raises(HostError) as error:
+            open_registry(f"oci://{address}/team/models")
+    assert str(error.value) == (
+        f"oci://{address}/team/models does not let you: it asks for a password, and Docker keeps an identity token; "
+        f"run `docker login {address}` with a password"
+    )
 
 
 def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
