@@ -133,7 +133,7 @@ def build(
         if outcomes[0].results:
             console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
         else:
-            console.result(f"{specs[0].target} came with all that is made up to {until}")
+            console.result(f"nothing to do: {specs[0].target} was imported with every artefact up to {until}")
         after = next_command(specs[0].target) if outcomes[0].packaged else "the same command without --until"
         console.result(f"next: {after}")
     matrix.raise_failures(outcomes)
@@ -335,7 +335,8 @@ def gc(
         return
     if others:
         console.table(("kept for", "on", "by"), [(one.name, one.machine, one.file) for one in others])
-        console.note("`trtpipe gc` there lets go of what was deleted there; remove the file of a machine that is gone")
+        told = "run `trtpipe gc` on that machine to drop what was deleted on it"
+        console.note(f"{told}; remove the file of a machine that is gone")
     console.result(
         f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
     )

@@ -229,7 +229,7 @@ def passport(
         told = {"objections": verdict.objections, "remarks": verdict.remarks, "imported": imported}
         console.result_json({**facts, **told})
     else:
-        console.passport(facts)
+        console.passport({**facts, "rank_bytes": found.gpu_bytes})
         for phrase in imported:
             console.result(f"note: {phrase}")
         for remark in verdict.remarks:

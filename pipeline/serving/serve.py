@@ -455,7 +455,7 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
     record goes too. Raises UsageError for an unknown name, a name beside `everything`, and where no name leaves a
     choice."""
     if name is not None and everything:
-        raise UsageError(f"--all ends every server, and {name} is one", remedy="leave out the name, or --all")
+        raise UsageError(f"--all takes no name, got '{name}'", remedy="leave out one of the two")
     servers = recorded(store) if name is not None or everything else running(store)
     if name is not None:
         servers = [server for server in servers if server.name == name]

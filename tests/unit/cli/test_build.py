@@ -129,7 +129,7 @@ def test_gc_names_what_it_keeps_for_other_machines(
     assert rows(done.out) == [
         ["kept for", "on", "by"], [str(folder), "gpu-7", str(root)], ["dropped 0, 0 B"]
     ]  # fmt: skip
-    assert "`trtpipe gc` there lets go of what was deleted there" in done.err
+    assert "run `trtpipe gc` on that machine to drop what was deleted on it" in done.err
     assert json.loads(run("gc", "--json").out) == {
         "dry_run": False, "garbage": [],
         "elsewhere": [{"kept_for": str(folder), "machine": "gpu-7", "file": str(root)}],
@@ -333,7 +333,7 @@ def test_a_target_that_came_with_what_is_asked_for(build: Run, run: Run, model: 
     assert run("export", "tiny.cpu.fp32").status == 0
     partly = ("build", "--from", "tiny.cpu.fp32.tar", "--until", "convert")
     assert run(*partly).out.splitlines() == [
-        "tiny.cpu.fp32 came with all that is made up to convert", "next: the same command without --until",
+        "nothing to do: tiny.cpu.fp32 was imported with every artefact up to convert", "next: the same command without --until",
     ]  # fmt: skip
     (told,) = json.loads(run(*partly, "--json").out)
     assert (told["state"], told["stages"], told["error"]) == ("nothing to make", [], None)

@@ -206,7 +206,7 @@ def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monk
     (stopped,) = json.loads(run("stop", "b", "--json").out)
     assert (stopped["server"], stopped["http"], stopped["models"]) == ("b", "http://127.0.0.1:1", {"b": ["b"]})
     assert (stopped["state"], stopped["pid"]) == ("stopped", None)
-    assert run("stop", "a", "--all").error() == "--all ends every server, and a is one; leave out the name, or --all"
+    assert run("stop", "a", "--all").error() == "--all takes no name, got 'a'; leave out one of the two"
     assert run("stop", "--all").out == "stopped a\nstopped c\n"
     assert running(store) == []
 
