@@ -200,9 +200,10 @@ class OciRegistry:
             pass
         finally:
             answer.close()
-        raise HostError(
-            f"{self.url} refuses", why=why[:300], remedy=f"run `docker login {self._client.host}`, or check the name"
-        )
+        remedy = "try again later, or ask those who run it"
+        if answer.status_code in (401, 403, 404):
+            remedy = f"run `docker login {self._client.host}`, or check the name"
+        raise HostError(f"{self.url} refuses", why=why[:300], remedy=remedy)
 
 
 def _descriptor(media: str, blob: Blob) -> dict[str, Any]:
