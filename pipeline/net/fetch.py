@@ -26,7 +26,8 @@ def fetch(
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port)
+    # Where it is given no port, it takes the end of an IPv6 address for one.
+    connection = kind(parts.hostname or "", parts.port or kind.default_port)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     sock = socket.create_connection((connection.host, connection.port), within_s)
     sock.settimeout(None)
