@@ -101,7 +101,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ensemble", {"text_input": "x" * 65}, "max_input_len"),
     ("ensemble", {"text_input": ""}, "the prompt is empty"),
     ("ensemble", {"max_tokens": 0}, "max_tokens is 0"),
-    ("ensemble", {"num_return_sequences": 0}, "num_return_sequences must be 1 or more"),
+    ("ensemble", {"num_return_sequences": 0}, "num_return_sequences must be 1 to 1024"),
     ("ensemble", {"max_tokens": -3}, "max_tokens is -3"),
     ("ensemble", {"max_tokens": 9000}, "max_seq_len"),
     ("ensemble", {"max_tokens": "many"}, "integer"),

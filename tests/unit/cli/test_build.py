@@ -333,8 +333,9 @@ def test_a_target_that_came_with_what_is_asked_for(build: Run, run: Run, model: 
     assert run("export", "tiny.cpu.fp32").status == 0
     partly = ("build", "--from", "tiny.cpu.fp32.tar", "--until", "convert")
     assert run(*partly).out.splitlines() == [
-        "nothing to do: tiny.cpu.fp32 was imported with every artefact up to convert", "next: the same command without --until",
-    ]  # fmt: skip
+        "nothing to do: tiny.cpu.fp32 was imported with every artefact up to convert",
+        "next: the same command without --until",
+    ]
     (told,) = json.loads(run(*partly, "--json").out)
     assert (told["state"], told["stages"], told["error"]) == ("nothing to make", [], None)
 

@@ -163,13 +163,13 @@ def test_each_request_has_a_key_and_its_last_response_says_so(backend: Any) -> N
     assert first.final
 
 
-@pytest.mark.parametrize("copies", [0, -1])
-def test_a_request_for_no_sequence_is_refused(backend: Any, copies: int) -> None:
+@pytest.mark.parametrize("copies", [0, -1, 1025])
+def test_a_request_for_no_sequence_or_too_many_is_refused(backend: Any, copies: int) -> None:
     model, request = ready(backend), engine_request(num_return_sequences=copies)
     model.execute([request])
     error = request.sent[0].error()
     assert error is not None
-    assert error.message() == "num_return_sequences must be 1 or more"
+    assert error.message() == "num_return_sequences must be 1 to 1024"
     assert (error.code(), request.final, model.sent) == (TritonError.INVALID_ARG, True, [])
 
 

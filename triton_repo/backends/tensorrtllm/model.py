@@ -36,6 +36,8 @@ SPECULATION = "trtpipe_speculation"
 RESTARTING = "the engine process is being started again; try again in a moment"
 
 # Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
+# Most sequences of a prompt: each is a request of its own in memory.
+MOST_SEQUENCES = 1024
 UNSUPPORTED_INPUTS = (
     "encoder_input_features",
     "draft_input_ids",
@@ -127,8 +129,8 @@ class TritonPythonModel:
             raise _Refused("input_ids and input_lengths are required")
         ids = ids.reshape(len(lengths), -1)
         copies = int(_scalar(request, "num_return_sequences", 1))
-        if copies < 1:
-            raise _Refused("num_return_sequences must be 1 or more")
+        if not 1 <= copies <= MOST_SEQUENCES:
+            raise _Refused(f"num_return_sequences must be 1 to {MOST_SEQUENCES}")
         if len(ids) * copies > 1 and not self.decoupled:
             raise _Refused("several sequences per request need decoupled mode")
         answer = _Answer(request, sender, streaming, self, rows=len(ids), copies=copies)
