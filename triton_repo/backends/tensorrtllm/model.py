@@ -34,10 +34,10 @@ SCRIPT = "trtpipe_script"
 # Metric family that NVIDIA's backend does not have.
 SPECULATION = "trtpipe_speculation"
 RESTARTING = "the engine process is being started again; try again in a moment"
-
-# Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
 # Most sequences of a prompt: each is a request of its own in memory.
 MOST_SEQUENCES = 1024
+
+# Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
 UNSUPPORTED_INPUTS = (
     "encoder_input_features",
     "draft_input_ids",
