@@ -55,12 +55,14 @@ def remove(garbage: list[Garbage], store: Store, references: References) -> list
     removed = []
     for item in garbage:
         damaged = item.path.parent == store.home / "damaged"
-        with contextlib.nullcontext(True) if damaged else store.claimed(item.path) as free, store.referring():
-            if not free or _in_use(item.path, store, references):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # a build or another gc has removed it
-                # First, so that a killed gc leaves nothing that passes for whole.
+        with contextlib.nullcontext(True) if damaged else store.claimed(item.path) as free:
+            with store.referring():
+                if not free or _in_use(item.path, store, references):
+                    continue
+                # From here on no build takes it for whole, and a killed gc leaves nothing that passes for whole. Builds
+                # of other artefacts do not wait for the deletion.
                 (item.path / "manifest.json").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a build or another gc has removed it
                 store.digests.remove_tree(item.path)
                 removed.append(item)
     store.digests.save()
