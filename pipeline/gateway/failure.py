@@ -14,6 +14,8 @@ _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server 
 _DEAD = ("is not healthy", "health mutex")
 # Beginning of an engine's refusal of a guide.
 _GUIDE = "guided_decoding_guide"
+# Beginnings of an engine's refusals whose rest may quote the client: of a guide, and vLLM's of any request.
+_REFUSED = (_GUIDE, "vllm refuses it")
 # Beginning of an engine's refusal of an adapter that has been removed since the gateway looked it up.
 _NO_ADAPTER = "no adapter has the number"
 # The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
@@ -102,7 +104,7 @@ def of_text(message: str) -> Failure:
     If asked, Triton would send a status instead (`triton_grpc_error`), but tritonserver 2.51 may crash after it.
     """
     words = message.lower()
-    if words.startswith(_GUIDE):  # the rest may quote the client
+    if words.startswith(_REFUSED):
         return wrong(message, code="refused_by_engine")
     if _says(words, _ABSENT + _DEAD):
         return gone(message)
@@ -110,7 +112,7 @@ def of_text(message: str) -> Failure:
         return Failure(429, message, code="overloaded", retry_after=1)
     if _says(words, (_NO_ADAPTER,)):
         return Failure(404, "the model's adapter has just been removed", param="model", code="model_not_found")
-    if _says(words, (*_LIMITS, _GUIDE)):
+    if _says(words, (*_LIMITS, *_REFUSED)):
         return wrong(message, code="refused_by_engine")
     return Failure(500, f"the inference server failed: {message}", code="upstream_error")
 

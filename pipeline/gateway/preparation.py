@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.failure import Failure, invalid, wrong
 from trtpipe.pipeline.gateway.guides import GuideRequest
 from trtpipe.pipeline.gateway.messages import plain, without_calls
 from trtpipe.pipeline.gateway.model_names import ModelNames
@@ -101,11 +101,14 @@ class Preparation:
             guide = of_tools or guide
         else:
             prompts = self._prompts(asked, served)
+        max_tokens = self._max_tokens(asked, served, [len(prompt) for prompt in prompts])
+        if (asked.min_tokens or 0) > max_tokens:
+            raise invalid("min_tokens", f"{asked.min_tokens} is more than the {max_tokens} tokens of the answer")
         _, kept = KINDS[endpoint]
         told: dict[str, Any] = {
             "adapter": None if adapter is None else adapter.name,
             "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
-            "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
+            "max_tokens": max_tokens,
             "lengths": [len(prompt) for prompt in prompts],
             "tools": use and asdict(use),
             "reasoning": reasoning,

@@ -108,6 +108,8 @@ def test_every_status_has_an_answer() -> None:
         assert of_status(Status(code, "words", lost=True)).status in (503, 504)
     assert of_text("model is not ready").status == 503
     assert of_text("guided_decoding_guide: this grammar cannot be used: queue is not ready").status == 400
+    assert of_text("vLLM refuses it: min_tokens must be less, and the queue is not ready").status == 400
+    assert of_text("in ensemble 'ensemble', vLLM refuses it: temperature must be non-negative").status == 400
     assert of_text("no adapter has the number 7").code == "model_not_found"
 
 
