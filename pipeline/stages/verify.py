@@ -21,6 +21,9 @@ from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.store.digests import Digests
 
+# Raised when tasks are scored otherwise.
+TASK_SCORING = "2"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -79,6 +82,9 @@ class Verify(Stage):
             for number, file, data in ((n, file, read_task(file).data(file)) for n, file in enumerate(files))
         }
         return {"heldout": calibration.digest(calibration.HELDOUT, digests), **tasks}
+
+    def tools(self, settings: Settings) -> dict[str, str]:
+        return {"task_scoring": TASK_SCORING} if settings.tasks else {}
 
     def run(self, job: Job) -> dict[str, Any]:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""

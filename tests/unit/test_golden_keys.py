@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import hf_folder
+from tests.support.factories import gguf_bytes, hf_folder
 from tests.support.golden import check_golden
 from trtpipe.configs import facts
 from trtpipe.pipeline.layers import set_layer
@@ -35,22 +35,41 @@ PLANS: dict[str, dict[str, Any]] = {
     "an A100, INT8 weights": {"gpu": "a100", "dtype": "int8-wo"},
     "another release": {"gpu": "h100", "dtype": "bf16", "toolchain": "0.21.0"},
     "a draft model": {"gpu": "cpu", "dtype": "fp32"},
+    "a GGUF file": {"gpu": "cpu", "dtype": "fp32", "model": "tiny.gguf"},
+    "a quantized folder, FP8 KV cache": {"gpu": "h100", "model": "fp8"},
+    "a quantized folder, NVFP4 KV cache": {"gpu": "b200", "model": "nvfp4-cache"},
+    "a quantized folder, NVFP4 KV cache, vLLM": {"gpu": "b200", "model": "nvfp4-cache", "runtime": "vllm"},
+    "tasks": {"gpu": "cpu", "dtype": "fp8-kv", "tasks": "task.yaml"},
 }
+TASK = {
+    "task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": "data.jsonl"}, "test_split": "train",
+    "output_type": "generate_until", "doc_to_text": "question", "doc_to_target": "answer",
+}  # fmt: skip
 SIZES = [f"build.{name}={value}" for name, value in
          (("max_batch_size", 4), ("max_input_len", 64), ("max_seq_len", 128), ("max_num_tokens", 256))]  # fmt: skip
 
 
 def test_the_key_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
-    model, store = hf_folder(tmp_path / "tiny"), Store(tmp_path / "home")
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "home")
+    hf_folder(tmp_path / "tiny")
+    for name, cache in (("fp8", "FP8"), ("nvfp4-cache", "NVFP4")):
+        folder = hf_folder(tmp_path / name)
+        quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": cache, "exclude_modules": ["lm_head"]}
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    (tmp_path / "tiny.gguf").write_bytes(gguf_bytes())
+    (tmp_path / "task.yaml").write_text(json.dumps(TASK))
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     draft = [f"build.speculative_model={hf_folder(tmp_path / 'draft', num_hidden_layers=1)}",
              "build.speculative_decoding_mode=draft_model", "build.max_draft_len=2"]  # fmt: skip
     keys: dict[str, dict[str, str]] = {}
     for name, options in PLANS.items():
         # As a recorded spec, which is not judged: INT8 weights of so small a model have no kernel.
-        recorded = facts.find_model(str(model), source=None, revision=None)
+        options = {"model": "tiny", **options}
+        recorded = facts.find_model(options["model"], source=None, revision=None)
         sets = [*SIZES, *draft] if name == "a draft model" else SIZES
-        plan = resolve([("option", {"model": str(model), **options}), set_layer(sets)], model=recorded)
+        plan = resolve([("option", options), set_layer(sets)], model=recorded)
         keys[name] = {}
         for stage in stages_of(plan):
             inputs = {makes: hashlib.sha256(makes.encode()).hexdigest() for makes in stage.inputs(plan)}

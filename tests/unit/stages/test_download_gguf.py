@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource
+from trtpipe.pipeline.resolve import resolve
+from trtpipe.pipeline.runner import wanted_record, why
 from trtpipe.pipeline.stages import download
 from trtpipe.pipeline.stages.download import DOWNLOAD
+from trtpipe.pipeline.store.store import Store
 
 
 def test_a_gguf_file(tmp_path: Path, out: Path, worker: list[dict[str, Any]]) -> None:
@@ -52,8 +56,18 @@ def test_what_the_reader_made_is_checked(tmp_path: Path, out: Path, monkeypatch:
 
 
 def test_the_readers_versions_are_part_of_the_key() -> None:
-    assert sorted(DOWNLOAD.tools(GgufSource(path="x.gguf"))) == ["gguf", "torch", "transformers"]
+    assert sorted(DOWNLOAD.tools(GgufSource(path="x.gguf"))) == ["gguf", "gguf_reader", "torch", "transformers"]
     assert DOWNLOAD.tools(FolderSource(path="x")) == DOWNLOAD.tools(HubSource(repo_id="a/b")) == {}
+
+
+def test_a_model_that_an_earlier_reader_made_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes())
+    spec = resolve([("option", {"model": str(path), "gpu": "cpu", "dtype": "fp32"})])
+    wanted = wanted_record(DOWNLOAD, spec, {}, Store(tmp_path / "home"))
+    last = replace(wanted, tools={name: version for name, version in wanted.tools.items() if name != "gguf_reader"})
+    assert last.key != wanted.key
+    assert why(last, wanted) == "tools: gguf_reader None -> 2"
 
 
 def test_the_bytes_that_the_reader_has_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
