@@ -80,6 +80,7 @@ class Output:
     cum_log_prob       sum of the log_probs of all tokens output so far; 0 unless requested
     finish             why the request is over, or None while it continues
     refusal            the reason, with the finish "refused"
+    failed             with the finish "refused": the runtime is at fault, not the request
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
     scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
@@ -96,6 +97,7 @@ class Output:
     cum_log_prob: float = 0.0
     finish: Finish | None = None
     refusal: str = ""
+    failed: bool = False
     reused_blocks: int = 0
     allocated_blocks: int = 0
     scheduled_ns: int = field(default=0, compare=False)

@@ -273,7 +273,8 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
             if output.finish:
                 stub.running.pop(output.id[1], None)
             if output.finish == "refused":
-                _send(stub, {"type": "refused", "id": output.id[1], "full": False, "error": output.refusal})
+                fault = {"error": output.refusal, "failed": output.failed}
+                _send(stub, {"type": "refused", "id": output.id[1], "full": False, **fault})
         mine = [output for output in mine if output.finish != "refused"]
         blob = bytearray()
         message: dict[str, Any] = {

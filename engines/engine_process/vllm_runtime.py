@@ -295,7 +295,7 @@ class _Running:
             finish = "length"
         elif part.finish_reason not in (None, "stop"):
             refusal = f"vLLM ended the request with '{part.finish_reason}'; its log says more"
-            return Output(id=self._request.id, tokens=[], finish="refused", refusal=refusal)
+            return Output(id=self._request.id, tokens=[], finish="refused", refusal=refusal, failed=True)
         elif part.finish_reason is not None:
             finish = "end_id"
             if tokens and tokens[-1] in self._ends:

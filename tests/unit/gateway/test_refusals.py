@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.process, pytest.mark.loopback]
         (chat(seed=2**64), 400, "seed", "less than 18446744073709551616"),
         (chat(seed=10**70), 400, None, "more than 64 digits"),
         (chat(n=2**31), 400, "n", "at most 16 answers a request, not 2147483648"),
-        (chat(max_tokens=5, min_tokens=6), 400, "min_tokens", "'min_tokens': 6 is more than the 5 tokens of the answer"),
+        (chat(max_tokens=5, min_tokens=6), 400, "min_tokens", "'min_tokens': 6 is more than the 5 tokens of"),
         (chat(max_completion_tokens=5, min_tokens=6), 400, "min_tokens", "than the 5 tokens"),
         (chat(min_tokens=94), 400, "min_tokens", "'min_tokens': 94 is more than the 88 tokens of the answer"),
         (chat(stop=["x" * 257]), 400, "stop", "up to 256 characters"),

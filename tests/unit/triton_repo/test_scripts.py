@@ -173,6 +173,20 @@ def test_a_request_for_no_sequence_or_too_many_is_refused(backend: Any, copies: 
     assert (error.code(), request.final, model.sent) == (TritonError.INVALID_ARG, True, [])
 
 
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [({}, TritonError.INVALID_ARG), ({"failed": True}, TritonError.INTERNAL)],
+)
+def test_a_failure_of_the_engine_s_own_is_not_the_client_s(backend: Any, message: dict[str, Any], code: int) -> None:
+    model, request = ready(backend), engine_request()
+    model.senders = [SimpleNamespace(put=lambda call, *args: call(*args))] * backend.SENDERS
+    model.execute([request])
+    model._refuse({"id": 0, "full": False, "error": "no", **message})
+    error = request.sent[0].error()
+    assert error is not None
+    assert (error.message(), error.code(), request.final) == ("no", code, True)
+
+
 @pytest.mark.parametrize("speculates", [False, True])
 def test_drafts_are_reported_as_none_only_by_an_engine_that_makes_none(backend: Any, speculates: bool) -> None:
     model = ready(backend)

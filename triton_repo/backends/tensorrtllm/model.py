@@ -213,7 +213,8 @@ class TritonPythonModel:
             reason = f"Maximum queue size of {self.max_queue_size} has been reached, please try again later"
             fault = (reason, pb_utils.TritonError.UNAVAILABLE)
         else:
-            fault = (message["error"], pb_utils.TritonError.INVALID_ARG)
+            code = pb_utils.TritonError.INTERNAL if message.get("failed") else pb_utils.TritonError.INVALID_ARG
+            fault = (message["error"], code)
         self.senders[answer.serial % SENDERS].put(answer.fail, *fault)
         with contextlib.suppress(OSError):  # the engine's end comes next
             for number in others:

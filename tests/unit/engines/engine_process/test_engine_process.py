@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from trtpipe.engines.engine_process import server
+from trtpipe.engines.engine_process.request import Output
 
 pytestmark = pytest.mark.process
 
@@ -56,3 +57,18 @@ def test_a_stop_ends_the_request_of_a_key_or_all_of_an_id() -> None:
     for name in ("9", "8", "same", "nobody's"):
         server._handle(runtime, stubs, stubs[1], {"type": "stop", "name": name}, b"", None)
     assert cancelled == [(2, 10), (1, 11), (1, 10), (2, 10)]
+
+
+def test_a_request_that_the_runtime_gave_up_is_told_apart_from_a_wrong_one() -> None:
+    sent: list[Any] = []
+    connection: Any = SimpleNamespace(send=lambda message, blob: sent.append(message))
+    stub = server._Stub(connection, 1)
+    stub.running = {10: ["", "7"], 11: ["", "8"]}
+    gone, wrong = (
+        Output(id=(1, number), tokens=[], finish="refused", refusal="no", failed=failed)
+        for number, failed in ((10, True), (11, False))
+    )
+    server._publish({1: stub}, [gone, wrong], None)
+    told = {"type": "refused", "full": False, "error": "no"}
+    assert sent[:2] == [{**told, "id": 10, "failed": True}, {**told, "id": 11, "failed": False}]
+    assert stub.running == {}

@@ -54,7 +54,7 @@ def test_an_answer_that_vllm_gives_up_is_not_told_as_complete(reason: str) -> No
     running = _Running(request(), [])
     assert running.take(reply([3])).tokens == [3]
     ended = running.take(reply([4], reason))
-    assert (ended.finish, ended.tokens) == ("refused", [])
+    assert (ended.finish, ended.failed, ended.tokens) == ("refused", True, [])
     assert ended.refusal == f"vLLM ended the request with '{reason}'; its log says more"
 
 
