@@ -14,7 +14,7 @@ from trtpipe.engines.build_config import LORA, SPECULATIVE, BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.toolchain import Toolchain
 
 
@@ -210,10 +210,12 @@ def require_weights(runtime: str, target: Target) -> None:
     """Raises UsageError for a quantized KV cache alone: no Hugging Face folder is written with its scales."""
     cache = target.quantization.kv_cache_quant_algo
     if not target.stored and cache is not None and target.quantization.quant_algo is None:
+        # No folder that is written here has scales of an INT8 cache, whatever its weights.
+        quantized = "" if cache is KvCacheQuantAlgo.INT8 else ", or a --dtype that quantizes the weights"
         raise UsageError(
             f"the runtime {runtime} does not run unquantized weights with an {cache.value} KV cache",
             why="the Hugging Face folder of such a model has no scales of the cache",
-            remedy="use --kv-cache none, or a --dtype that quantizes the weights",
+            remedy=f"use --kv-cache none{quantized}",
         )
 
 

@@ -92,9 +92,9 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             remedy="leave build.max_beam_width out, or build.speculative_decoding_mode",
         )
     refuse_others(build, SETTINGS, "trtllm_pytorch", "it is a choice of trtllm-build, and nothing is compiled here")
+    require_weights("trtllm_pytorch", target)
     _require_formats(target)
     require_form("trtllm_pytorch", target)
-    require_weights("trtllm_pytorch", target)
     # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 

@@ -30,6 +30,7 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.precision import FP8_SMS
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, EAGLE3, LONGEST_NGRAM, NGRAM, SHORTEST_NGRAM
 from trtpipe.engines.toolchain import Toolchain
@@ -117,10 +118,11 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
     require_form("vllm", target)
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+        fp8 = target.quantization.quant_algo is not None and target.gpu.sm in FP8_SMS
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
             why="a Hugging Face folder has no place for them",
-            remedy=f"use --kv-cache {'none' if target.gpu.is_cpu else 'fp8 or none'}",
+            remedy=f"use --kv-cache {'fp8 or none' if fp8 else 'none'}",
         )
     if target.mapping.moe_ep_size not in (1, target.mapping.tp_size):
         raise UsageError(

@@ -221,9 +221,14 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "has no kernel for it that is known; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
         ),
         (
-            {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
+            {"runtime": "trtllm_pytorch", "dtype": "fp8", "kv_cache": "int8"},
             "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): its PyTorch "
             "backend has no kernel for it that is known; it runs FP8, ",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
+            "the runtime trtllm_pytorch does not run unquantized weights with an INT8 KV cache: the Hugging Face "
+            "folder of such a model has no scales of the cache; use --kv-cache none",
         ),
         (
             {"runtime": "vllm", "dtype": "w4a8-awq"},
@@ -278,7 +283,19 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
         ),
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
-        ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
+        *(
+            (
+                {"runtime": "vllm", "kv_cache": "int8", **options},
+                "vLLM has no INT8 KV cache with scales: a Hugging Face folder has no place for them; use "
+                f"--kv-cache {caches}",
+            )
+            for options, caches in (
+                ({"dtype": "fp8"}, "fp8 or none"),
+                ({}, "none"),
+                ({"gpu": "a100", "dtype": "int8"}, "none"),
+                ({"gpu": "cpu"}, "none"),
+            )
+        ),
         (
             {"runtime": "vllm", "kv_cache": "fp8"},
             "the runtime vllm does not run unquantized weights with an FP8 KV cache: the Hugging Face folder of such a "
