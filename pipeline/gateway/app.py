@@ -163,6 +163,7 @@ class Gateway:
             prompt_lengths=tuple(map(len, prompts)),
             requests=tuple(requests),
             max_tokens=prepared.max_tokens,
+            min_tokens=asked.min_tokens or 0,
             stops=asked.stops(),
             end_ids=frozenset(ends),
             stream=bool(asked.stream),

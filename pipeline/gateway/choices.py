@@ -28,6 +28,7 @@ class Order:
     chat        form of the answer: chat, or text completion
     prompt_lengths   tokens of each prompt
     requests    the engine's request for each answer, prompt by prompt
+    stops       strings that end an answer; as in vLLM, none does that is complete within the first `min_tokens` tokens
     end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     tools       how the answer may call tools; None where it may not
@@ -44,6 +45,7 @@ class Order:
     prompt_lengths: tuple[int, ...]
     requests: tuple[EngineRequest, ...]
     max_tokens: int
+    min_tokens: int
     stops: tuple[str, ...]
     end_ids: frozenset[int]
     stream: bool
@@ -128,21 +130,29 @@ class Choice:
             tokens = []  # an engine makes at least one
         if tokens and self.finish is None:
             generation.tokens = []
+            early = max(0, self._order.min_tokens - self.count)
             self.count += len(tokens)
             if self._order.log_probs:
                 self._keep_log_probs(tokens)
             if tokens[-1] in self._order.end_ids:
                 self._ended = True
                 tokens = tokens[:-1]
-            piece = self._detokenizer.push(tokens)
-            if self._stops is not None and piece:
-                piece, found = self._stops.push(piece)
+            if self._stops is not None and early:
+                piece = self._stops.skip(self._detokenizer.push(tokens[:early]))
+                tokens = tokens[early:]
+            text = self._detokenizer.push(tokens) if tokens else ""
+            if self._stops is not None and text:
+                text, found = self._stops.push(text)
                 if found:
                     self._stop()
+            piece += text
         if generation.done and generation.failure is None and self.finish is None:
             rest = self._detokenizer.flush()
             if self._stops is not None:
-                rest, found = self._stops.push(rest)
+                if self.count > self._order.min_tokens:
+                    rest, found = self._stops.push(rest)
+                else:
+                    rest, found = self._stops.skip(rest), False
                 if found:
                     self._stop()
                 else:

@@ -21,14 +21,22 @@ class Stops:
         """(text that surely precedes any stop string, whether one was found; the text after it is dropped)."""
         if not self._longest:
             return piece, False
-        text = self._held + piece
-        found = [place for place in (text.find(word) for word in self._words) if place >= 0]
+        text, held = self._held + piece, len(self._held)
+        # One that ended in what is held was in a piece that was skipped.
+        found = [place for word in self._words if (place := text.find(word, max(0, held - len(word) + 1))) >= 0]
         if found:
             self._held = ""
             return text[: min(found)], True
+        return self.skip(piece), False
+
+    def skip(self, piece: str) -> str:
+        """As `push`, for a piece in which stop strings may begin, and none counts that ends in it."""
+        if not self._longest:
+            return piece
+        text = self._held + piece
         keep = overlap(text, *self._words)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         """The text that was held back, once the text has ended without a stop string."""

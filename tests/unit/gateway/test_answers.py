@@ -174,6 +174,23 @@ def test_stop_strings_end_the_text_and_the_engine_s_work(
     ask(saying(folder, text, pause=0.01), folder, scenario)
 
 
+@pytest.mark.parametrize("cut", [1, 3, 8])
+def test_stop_strings_do_not_end_the_first_min_tokens_tokens(folder: Path, cut: int) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        cases: list[tuple[int, str, str]] = [
+            (0, "\n", "a"), (1, "\n", "a"), (2, "\n", "a\nb"), (3, "\n", "a\nb"), (4, "\n", "a\nb\nc"),
+            (6, "\n", "a\nb\nc\nd"), (3, "b\n", "a\n"), (4, "b\n", "a\nb\nc\nd"), (8, "d", "a\nb\nc\nd"),
+        ]  # fmt: skip
+        for least, stop, said in cases:
+            body = {"model": "llama", "prompt": "x", "stop": stop, "min_tokens": least, "max_tokens": 50}
+            whole = (await client.post(TEXT, json=body)).json()["choices"][0]
+            assert (whole["text"], whole["finish_reason"]) == (said, "stop"), (least, stop)
+            chunks = await events(client, TEXT, body)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said
+
+    ask(saying(folder, "a\nb\nc\nd", cut=cut), folder, scenario)
+
+
 def test_several_answers_and_several_prompts(folder: Path) -> None:
     async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
         for token in asked.prompt[-1:] * 3:

@@ -93,6 +93,14 @@ def test_stop_strings_are_found_however_the_text_is_cut(text: str, words: list[s
         assert len(out) >= min(ends)
 
 
+def test_stop_strings_that_end_in_skipped_text_do_not_count() -> None:
+    stops = Stops(("ab", "xabc"))
+    assert (stops.skip("ab xab"), stops.push("d"), stops.flush()) == ("ab ", ("xabd", False), "")
+    assert (stops.skip("ab xab"), stops.push("c")) == ("ab ", ("", True))
+    assert (stops.skip("a"), stops.push("b")) == ("", ("", True))
+    assert Stops(()).skip("ab") == "ab"
+
+
 def test_requests_are_what_they_say() -> None:
     asked = parse(json.dumps(chat(stop="x", logprobs=True)).encode(), ChatRequest)
     assert isinstance(asked, ChatRequest)
