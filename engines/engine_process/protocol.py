@@ -12,8 +12,10 @@ import struct
 import threading
 from typing import Any
 
+# Version of the prefix and the messages: a server keeps its copy of this file while trtpipe is upgraded.
+VERSION = 2
 # Lengths of the JSON text and of the bytes.
-_PREFIX = struct.Struct("!IQ")
+_PREFIXES = {1: struct.Struct("!II"), VERSION: struct.Struct("!IQ")}
 _CREDENTIALS = struct.Struct("3i")
 # Exit status of an engine process that found another at its address.
 TAKEN = 75
@@ -28,8 +30,9 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 class Connection:
     """One end of a stream socket. `send` may be called from any thread, `receive` from one."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, version: int = VERSION) -> None:
         self._socket = sock
+        self._prefix = _PREFIXES.get(version, _PREFIXES[VERSION])
         self._sending = threading.Lock()
         self._incoming = sock.makefile("rb", buffering=1 << 16)
 
@@ -37,15 +40,15 @@ class Connection:
         """Send a message. Raises OSError when the other end has closed the connection."""
         text = json.dumps(message, separators=(",", ":")).encode()
         with self._sending:
-            self._socket.sendall(_PREFIX.pack(len(text), len(blob)) + text + blob)
+            self._socket.sendall(self._prefix.pack(len(text), len(blob)) + text + blob)
 
     def receive(self) -> tuple[dict[str, Any], bytes] | None:
         """Receive the next message and its bytes; None when the other end has closed the connection."""
         try:
-            prefix = self._incoming.read(_PREFIX.size)
-            if len(prefix) < _PREFIX.size:
+            prefix = self._incoming.read(self._prefix.size)
+            if len(prefix) < self._prefix.size:
                 return None
-            text_length, blob_length = _PREFIX.unpack(prefix)
+            text_length, blob_length = self._prefix.unpack(prefix)
             text = self._incoming.read(text_length)
             blob = self._incoming.read(blob_length)
         except (OSError, ValueError):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trtpipe.engines.engine_process.protocol import TAKEN, Connection, peer
+from trtpipe.engines.engine_process.protocol import TAKEN, VERSION, Connection, peer
 from trtpipe.engines.engine_process.request import Output, Request, RequestRefused
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.sampling import Guide, SamplingParams
@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument(
         "--runtime", default="trtpipe.engines.reference.runtime", help="module whose Runtime executes engines"
     )
+    parser.add_argument("--protocol", type=int, default=1, help="version of the stubs' protocol, 1 had no option")
     parser.add_argument("--server", type=int, help="end this process and its stubs with this one")
     args = parser.parse_args()
     peers = _Peers()
@@ -118,6 +119,10 @@ def main() -> int:
                 raise
             return TAKEN
         listener.listen()
+        if args.protocol != VERSION:
+            reason = "this server was started by another version of trtpipe: stop it and serve it again"
+            _refuse(listener, reason, args.protocol)
+            return 1
         try:
             # Imported here, so that the waiting stub, and not only the log, gets the error of a missing torch.
             runtime = importlib.import_module(args.runtime).Runtime(args.engine, **args.options)
@@ -129,15 +134,15 @@ def main() -> int:
         return _serve(runtime, events, stats_period, most)
 
 
-def _refuse(listener: socket.socket, reason: str) -> None:
-    """Send the waiting stubs the reason why there is no engine."""
+def _refuse(listener: socket.socket, reason: str, protocol: int = VERSION) -> None:
+    """Send the waiting stubs, of that version of the protocol, the reason why there is no engine."""
     listener.settimeout(FIRST_STUB_SECONDS)
     with contextlib.suppress(TimeoutError, BlockingIOError):
         while True:
             sock, _ = listener.accept()
             sock.setblocking(True)
             with contextlib.suppress(OSError):  # the stub did not wait
-                Connection(sock).send({"type": "failed", "error": reason})
+                Connection(sock, protocol).send({"type": "failed", "error": reason})
             listener.settimeout(0)  # then only stubs that are connected already
 
 

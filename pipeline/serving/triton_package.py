@@ -142,6 +142,8 @@ def prepare_backends(
     launch = {
         "command": [
             *python_command("trtpipe.engines.engine_process.server", python, outlives=True),
+            "--protocol",
+            str(protocol.VERSION),
             "--runtime",
             load_backend(runtime).PROCESS,
         ],

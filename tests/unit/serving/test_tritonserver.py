@@ -282,7 +282,8 @@ def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch == {
         "command": [
-            sys.executable, str(LAUNCHER), ENGINE_PROCESS, "--runtime", "trtpipe.engines.reference.runtime",
+            sys.executable, str(LAUNCHER), ENGINE_PROCESS,
+            "--protocol", "2", "--runtime", "trtpipe.engines.reference.runtime",
         ],
         "library_path": "/somewhere/lib",
     }  # fmt: skip
@@ -293,7 +294,8 @@ def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     prepare_backends(installation, folder, "vllm", "elsewhere/python")
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch["command"] == [
-        str(other), str(LAUNCHER), ENGINE_PROCESS, "--runtime", "trtpipe.engines.engine_process.vllm_runtime",
+        str(other), str(LAUNCHER), ENGINE_PROCESS,
+        "--protocol", "2", "--runtime", "trtpipe.engines.engine_process.vllm_runtime",
     ]  # fmt: skip
     with pytest.raises(HostError, match=r"^elsewhere/pyton cannot be started: it is not an executable file"):
         prepare_backends(installation, folder, "vllm", "elsewhere/pyton")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,7 +27,7 @@ def test_what_it_started_ends_with_the_server(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "trtpipe.engines.engine_process.server",
         "--runtime", "tests.support.doubles.runtime_with_child", "--engine", str(tmp_path),
-        "--address", f"trtpipe-test-{os.getpid()}", "--server", str(server.pid),
+        "--address", f"trtpipe-test-{os.getpid()}", "--server", str(server.pid), "--protocol", "2",
     ]  # fmt: skip
     engine = subprocess.Popen(command, start_new_session=True)
     try:
@@ -36,6 +39,46 @@ def test_what_it_started_ends_with_the_server(tmp_path: Path) -> None:
         for process in (server, engine):
             process.kill()
             process.wait()
+
+
+@pytest.mark.loopback
+@pytest.mark.parametrize(("protocol", "prefix"), [((), "!II"), (("--protocol", "3"), "!IQ")])
+def test_a_server_of_another_version_is_told_so(tmp_path: Path, protocol: tuple[str, ...], prefix: str) -> None:
+    address = f"trtpipe-test-version-{os.getpid()}"
+    command = [
+        sys.executable, "-m", "trtpipe.engines.engine_process.server", *protocol,
+        "--runtime", "tests.support.doubles.runtime_with_child", "--engine", str(tmp_path), "--address", address,
+    ]  # fmt: skip
+    engine = subprocess.Popen(command)
+    try:
+        with connected(address) as sock, sock.makefile("rb") as incoming:
+            said = incoming.read()
+        length, blob = struct.unpack_from(prefix, said)
+        text = said[struct.calcsize(prefix) :]
+        assert (len(text), blob) == (length, 0)
+        assert json.loads(text) == {
+            "type": "failed",
+            "error": "this server was started by another version of trtpipe: stop it and serve it again",
+        }
+        assert engine.wait(30) == 1
+        assert not (tmp_path / "child").exists(), "nothing is loaded"
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+def connected(address: str) -> socket.socket:
+    """A stub's socket, once the engine process listens."""
+    deadline = time.monotonic() + 30
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect("\0" + address)
+            return sock
+        except OSError:
+            sock.close()
+            assert time.monotonic() < deadline, "the engine process does not listen"
+            time.sleep(0.02)
 
 
 def number(path: Path) -> int:
