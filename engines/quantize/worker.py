@@ -200,7 +200,8 @@ class _Background:
         except InputDataError as error:
             raise InputDataError(f"layer {index}: {error.what}", why=error.why, remedy=error.remedy) from None
         for name, tensor in tensors.items():
-            self._writer.write(self._names.layer(index) + name, tensor)
+            calibrated = self._quantization.calibrated and name not in weights
+            self._writer.write(self._names.layer(index) + name, tensor, calibrated=calibrated)
 
 
 def lay_out_checkpoint(

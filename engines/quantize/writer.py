@@ -81,11 +81,13 @@ class Writer:
                 )
                 position += piece.elements(plan.shape or (1,)) * ITEMSIZE[dtype]
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor, *, calibrated: bool = False) -> None:
         """Write all planned pieces of the tensor `name`; of the scalars of fused linears only one is in a plan.
 
         A float tensor is cast to the type that is planned for it, codes are not. Raises InputDataError for a value that
         is then infinite or not a number.
+
+        calibrated  whether calibration has made the tensor, and not the model's files alone
         """
         for slot in self._slots.pop(name, ()):
             part = tensor[slice(*slot.rows)] if tensor.dim() else tensor
@@ -96,11 +98,14 @@ class Writer:
             part = part.contiguous().view(-1)
             if not _all_finite(part):
                 narrow = part.dtype is torch.float16
+                if calibrated:
+                    remedy = "calibrate with other samples, or download the model again"
+                else:
+                    remedy = "download the file again, or use another revision of the model"
                 raise InputDataError(
                     f"tensor '{name}' holds a value that is infinite or not a number{' in float16' if narrow else ''}",
                     why="a model with it would answer nonsense",
-                    remedy=("use --dtype bfloat16" if narrow else "download the file again")
-                    + ", or use another revision of the model",
+                    remedy=f"use --dtype bfloat16, or {remedy}" if narrow else remedy,
                 )
             self._write_bytes(slot.file, part.view(torch.uint8), slot.position)
 
@@ -119,6 +124,8 @@ class Writer:
 
 def _all_finite(part: torch.Tensor) -> bool:
     """Whether no value of a vector is infinite or NaN. The extremes take a tenth of the time of `torch.isfinite`."""
+    if not part.numel():  # it has no extremes
+        return True
     if part.dtype in _FLOATS:
         return all(math.isfinite(value) for value in torch.stack(torch.aminmax(part)).tolist())
     if part.dtype is torch.float8_e4m3fn:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.unit.engines.quantize.test_export import CASES, SAMPLES, llama, ours
@@ -22,6 +23,7 @@ from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import plan_rank
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import layout as hf_layout
@@ -31,6 +33,8 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantizati
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.encode import for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales, load_scales, save_scales
+from trtpipe.engines.quantize.writer import Writer
+from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE
 
 __all__ = ["llama"]
 
@@ -314,6 +318,29 @@ def test_a_tensor_that_is_not_finite_is_named(
         f"tensor '{name}' holds a value that is infinite or not a number: a model with it would answer nonsense; "
         "download the file again, or use another revision of the model"
     )
+
+
+def test_a_scale_of_calibration_that_is_not_finite_has_another_remedy(llama: Path, tmp_path: Path) -> None:
+    known, name = tmp_path / "scales.safetensors", "model.layers.1.self_attn.k_amax"
+    ours(llama, tmp_path / "a", "fp8-kv", "hf", scales_out=str(known))
+    with safe_open(known, "pt") as file:
+        purpose = file.metadata()
+    save_file({**load_file(known), name: torch.tensor(float("inf"))}, known, metadata=purpose)
+    with pytest.raises(InputDataError) as error:
+        ours(llama, tmp_path / "b", "fp8-kv", "hf", scales_in=str(known))
+    assert str(error.value) == (
+        "tensor 'model.layers.1.self_attn.k_proj.k_scale' holds a value that is infinite or not a number: a model with "
+        "it would answer nonsense; calibrate with other samples, or download the model again"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+def test_a_tensor_without_elements_is_written(tmp_path: Path, dtype: str) -> None:
+    piece = Piece(source="a", rows=(0, 0))
+    with Writer("BF16") as writer:
+        writer.add_file(tmp_path / "made", [TensorPlan(name="a", shape=(0, 4), pieces=(piece,), dtype=dtype)])
+        writer.write("a", torch.zeros(0, 4, dtype=STORED_DTYPE[dtype]))
+    assert load_file(tmp_path / "made")["a"].shape == (0, 4)
 
 
 def test_a_value_beyond_float16_is_named(llama: Path, tmp_path: Path) -> None:
