@@ -166,7 +166,7 @@ def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int,
     if extra:
         # `rope_freqs.weight` holds the rotary scaling of Llama 3.1 and newer.
         raise GgufError(
-            f"tensor '{extra[0]}' in {path} is none that is read from a GGUF file",
+            f"{path} has a tensor '{extra[0]}', which is not read from a GGUF file",
             why="the model would be another without it",
             remedy=_OTHERWISE,
         )
@@ -186,7 +186,8 @@ def _check_rotary(path: Path, keys: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(path: Path, keys: dict[str, Any]) -> None:
-    """Raise GgufError for a byte-level tokenizer whose rule is not known: the library takes GPT-2's for all."""
+    """Raise GgufError for a tokenizer of another model, such as bert, and for a byte-level one whose rule is not known:
+    the library takes GPT-2's for all."""
     kind, pre = keys.get("tokenizer.ggml.model", "llama"), keys.get("tokenizer.ggml.pre")
     if kind != "llama" and not (kind == "gpt2" and pre in BYTE_LEVEL):
         raise GgufError(

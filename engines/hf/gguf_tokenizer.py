@@ -1,4 +1,4 @@
-"""Byte-level tokenizers of GGUF files, which name by `tokenizer.ggml.pre` how a text is split, and do not say it."""
+"""Rules by which byte-level tokenizers of GGUF files split a text; a file has only the rule's name."""
 
 from __future__ import annotations
 

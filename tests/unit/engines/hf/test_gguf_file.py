@@ -97,7 +97,7 @@ FOLDER = "give the folder of the model's safetensors"
 @pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.2.attn_norm.weight", "x"])
 def test_a_tensor_that_would_be_left_out(tmp_path: Path, name: str) -> None:
     assert refused(tmp_path / "a.gguf", gguf_bytes(tensors={**gguf_tensors(), name: (4,)})) == (
-        f"tensor '{name}' in FILE is none that is read from a GGUF file: the model would be another without it; "
+        f"FILE has a tensor '{name}', which is not read from a GGUF file: the model would be another without it; "
         f"{FOLDER}"
     )
 
