@@ -139,7 +139,8 @@ class _Prepared:
             try:
                 longest = made._add(doc, encode)
             except (ValueError, TypeError, KeyError, SyntaxError) as error:
-                raise InputDataError(f"{where} does not fit {file}", why=f"{type(error).__name__}: {error}") from None
+                why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                raise InputDataError(f"{where} does not fit {file}", why=why) from None
             if longest > limit:
                 raise InputDataError(
                     f"{where} makes {longest} tokens", why=f"the model takes {limit}",
@@ -170,6 +171,8 @@ class _Prepared:
         if isinstance(gold, str):
             # Digits that a template made are an index, as in lm-eval; those of a field are a choice.
             index = gold.isdigit() and task.doc_to_target not in doc
+            if not index and gold not in choices:
+                raise ValueError(f"{gold!r} is none of the choices")
             gold = int(gold) if index else choices.index(gold)
         if not isinstance(gold, int) or not 0 <= gold < len(choices):
             raise ValueError(f"{gold!r} is not the index of a choice")
