@@ -65,7 +65,8 @@ def visible(uuids: Iterable[tuple[int, str]]) -> dict[int, str]:
     uuids  index and UUID of each GPU, and index of its GPU and UUID of each MIG slice
 
     As CUDA does, it takes indices and UUIDs, which may be abbreviated, and ends at the first word that names no GPU,
-    such as -1.
+    such as -1. Indices are nvidia-smi's, and CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID; by default CUDA's first card is
+    the fastest.
     """
     words, found = os.environ.get("CUDA_VISIBLE_DEVICES"), dict[int, str]()
     if words is None:

@@ -73,7 +73,7 @@ ENVIRONMENT = (
     ("HF_HOME", "Folder of what the hub's client keeps."),
     ("HF_ENDPOINT", "Address of another hub, such as a mirror."),
     ("HF_HUB_OFFLINE", "Set to 1, nothing is asked of the hub."),
-    ("CUDA_VISIBLE_DEVICES", "GPUs of this machine that may be used."),
+    ("CUDA_VISIBLE_DEVICES", "GPUs that may be used, by nvidia-smi's index or UUID."),
     ("XDG_CONFIG_HOME", "Folder of trtpipe/config.toml; ~/.config."),
     ("NO_COLOR", "Set, no colour is printed."),
 )
