@@ -145,9 +145,7 @@ def imported(target: str, store: Store) -> Bundle:
         artefact = run.find(stage.name, store)
         if artefact is None:
             why = run.fault(stage.name, store) or "it is no longer in the store"
-            raise InputDataError(
-                f"the {stage.makes} of {target} cannot be used", why=why, remedy="pull or import the target again"
-            )
+            raise InputDataError(f"the {stage.makes} of {target} cannot be used", why=why, remedy=run.again(stage.name))
         found[stage.makes] = artefact
     return Bundle(spec=spec, artefacts=found)
 

@@ -303,8 +303,7 @@ def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
     artefact = run.find(stage.name, store, verify=verify)
     if artefact is None:
         why = run.fault(stage.name, store, verify=verify) or f"{store.home} has it no longer"
-        remedy = run.rebuild if run.origin(stage.name) is None else "pull or import the target again"
-        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy=remedy)
+        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy=run.again(stage.name))
     return artefact
 
 
