@@ -42,7 +42,8 @@ class Registry(Protocol):
     url: str
 
     def require_name(self, target: str) -> None:
-        """Raises UsageError for a name that a target cannot have there."""
+        """Raises UsageError for a name that a target cannot have there; by default every name is that of a file."""
+        return
 
     def has(self, blob: Blob) -> bool:
         """Whether the registry has the whole file."""

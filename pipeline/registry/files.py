@@ -20,6 +20,7 @@ from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     Blob,
     Moved,
+    Registry,
     damaged_size,
     missing,
     parse_index,
@@ -35,7 +36,7 @@ LEFT = datetime.timedelta(days=1)
 OBJECT_STORES = ("gs", "gcs", "az", "abfs")
 
 
-class FileRegistry:
+class FileRegistry(Registry):
     """Registry in the folder `root` of the file system `system`."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
@@ -66,9 +67,6 @@ class FileRegistry:
         except (OSError, TypeError, NotImplementedError) as error:
             raise HostError(f"{url} cannot be used", why=str(error), remedy="check its address") from None
         return FileRegistry(system, root, url)
-
-    def require_name(self, target: str) -> None:
-        """Takes every name: it is that of a file."""
 
     def has(self, blob: Blob) -> bool:
         return self._size(blob) == blob.size

@@ -24,6 +24,7 @@ from trtpipe.pipeline.registry.base import (
     MAX_TARGETS,
     Blob,
     Moved,
+    Registry,
     missing,
     parse_index,
     translated,
@@ -37,7 +38,7 @@ MAX_REGULAR_BYTES = 10 << 20
 COMMIT_SECONDS = 300.0
 
 
-class HubRegistry:
+class HubRegistry(Registry):
     """`owner/name` on the Hub, or a branch of it: hf://owner/name@branch."""
 
     def __init__(self, repo_id: str, revision: str, url: str) -> None:
@@ -56,9 +57,6 @@ class HubRegistry:
         if name.count("/") != 1:
             raise UsageError(f"{url} names no repository", remedy="give hf://owner/name, or hf://owner/name@branch")
         return HubRegistry(name, revision or "main", url)
-
-    def require_name(self, target: str) -> None:
-        """Takes every name: it is that of a file."""
 
     def has(self, blob: Blob) -> bool:
         from huggingface_hub import HfApi

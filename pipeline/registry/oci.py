@@ -28,6 +28,7 @@ from trtpipe.pipeline.registry.base import (
     MAX_TARGETS,
     Blob,
     Moved,
+    Registry,
     missing,
     parse_index,
     translated,
@@ -48,7 +49,7 @@ HOST = r"(?:[a-zA-Z0-9][a-zA-Z0-9.-]*|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?"
 OK = (200, 201, 202, 204, 206)
 
 
-class OciRegistry:
+class OciRegistry(Registry):
     """The repository `name` at `host`, with the credentials of `docker login`."""
 
     def __init__(self, client: OciClient, name: str) -> None:

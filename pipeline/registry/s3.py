@@ -18,6 +18,7 @@ from trtpipe.pipeline.registry.base import (
     MAX_TARGETS,
     Blob,
     Moved,
+    Registry,
     missing,
     parse_index,
     translated,
@@ -32,7 +33,7 @@ PIECE = 1 << 20
 ATTEMPTS = 3
 
 
-class S3Registry:
+class S3Registry(Registry):
     """Registry in `root` (bucket/prefix) of the s3fs file system `system`."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
@@ -58,9 +59,6 @@ class S3Registry:
             system.retries = 1  # only botocore's own retries send a file again from its start
             system.connect()  # creates a client, which takes longer than many calls
         return S3Registry(system, root, url)
-
-    def require_name(self, target: str) -> None:
-        """Takes every name: it is that of a file."""
 
     def has(self, blob: Blob) -> bool:
         with translated(self.url):
