@@ -25,6 +25,7 @@ from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
+from trtpipe.engines.precision import FP8_SMS
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL, EAGLE3, LONGEST_NGRAM, NGRAM
 from trtpipe.engines.toolchain import Toolchain, version_key
@@ -117,14 +118,18 @@ def _require_formats(target: Target) -> None:
         where = ", ".join(f"SM{sm}" for sm in table.get(algo.value, ()))
         names = [one.value for one in type(algo)]
         there = [name for name, sms in table.items() if gpu.sm in sms and name in names]
+        if cache and gpu.sm not in FP8_SMS:  # a precision has no such cache there, whatever the LLM API runs
+            there = []
+        runs = (
+            f"it runs {', '.join([*there, unquantized])} there: choose {option} of these (`trtpipe quants` lists them)"
+        )
         engines = ", or --runtime tensorrt_llm" if "tensorrt_llm" in toolchain.runtimes else ""
         raise UsageError(
             f"the LLM API of TensorRT-LLM {toolchain.name} does not run {algo.value}{what} on {gpu.describe()}",
             why=f"its PyTorch backend runs it on {where} alone"
             if where
             else "its PyTorch backend has no kernel for it that is known",
-            remedy=f"it runs {', '.join([*there, unquantized])} there: choose {option} of these "
-            f"(`trtpipe quants` lists them){engines}",
+            remedy=f"{runs if there else f'use {option} {unquantized}'}{engines}",
         )
 
 

@@ -226,6 +226,11 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "backend has no kernel for it that is known; it runs FP8, ",
         ),
         (
+            {"runtime": "trtllm_pytorch", "gpu": "a100", "dtype": "int4-awq", "kv_cache": "int8"},
+            "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on a100 (SM80): its PyTorch "
+            "backend has no kernel for it that is known; use --kv-cache none, or --runtime tensorrt_llm",
+        ),
+        (
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
             "the runtime trtllm_pytorch does not run unquantized weights with an INT8 KV cache: the Hugging Face "
             "folder of such a model has no scales of the cache; use --kv-cache none",
