@@ -89,4 +89,5 @@ def refused(server: str, message: str, status: int, kind: type[UsageError] | Non
     """The error for an answer of this HTTP status: a request that is refused for what it asks was a wrong one, of a
     narrower `kind` if it is known."""
     wrong = 400 <= status < 500 and status != 429
-    return ((kind or UsageError) if wrong else StageFailed)(f"{server} refused the request", why=message)
+    what = "refused the request" if status < 500 else "did not finish the answer"
+    return ((kind or UsageError) if wrong else StageFailed)(f"{server} {what}", why=message)
