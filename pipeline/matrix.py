@@ -84,8 +84,8 @@ def build_all(specs: list[BuildSpec], build: Callable[[BuildSpec], list[StageRes
 
 
 def failure(error: Exception) -> TrtpipeError:
-    """What an exception says of a target's build, also one of the system such as of a full disk. Raises the exception
-    again where it is a defect of ours."""
+    """The error of ours for an exception that ended a target's build, also for one of the system, such as a full disk.
+    Raises the exception again where it is a defect of ours."""
     known = translate(error)
     if known is None:
         raise error

@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def _refuse(listener: socket.socket, reason: str, protocol: int = VERSION) -> None:
-    """Send the waiting stubs, of that version of the protocol, the reason why there is no engine."""
+    """Send the waiting stubs the reason why the engine did not start, in their version of the protocol."""
     listener.settimeout(FIRST_STUB_SECONDS)
     with contextlib.suppress(TimeoutError, BlockingIOError):
         while True:

@@ -112,7 +112,7 @@ def _spelt_anew(scaling: dict[str, Any]) -> dict[str, Any]:
 def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
     """Return `scaling` unchanged, or None when it has no effect.
 
-    Raises InputDataError if its type is unclear, or a value that sets angles is no positive number.
+    Raises InputDataError if its type is unclear, or a value that sets angles is not a positive number.
     """
     kind = _kind(scaling)
     if scaling.get("type", kind) != kind:

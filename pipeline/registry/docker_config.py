@@ -24,7 +24,7 @@ OF_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 
 @dataclass(frozen=True)
 class Credentials:
-    """What is kept for a registry: one of the two is empty.
+    """Credentials of a registry; either `basic` or `identity` is empty.
 
     basic     "user:password" in base64
     identity  an identity token, which the registry's token server takes instead, as Azure's does

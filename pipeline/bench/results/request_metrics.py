@@ -69,7 +69,7 @@ def _token_gaps(records: Records) -> Values:
 
 def counted_gaps(records: Records) -> tuple[int, int]:
     """(number of measured requests with token gaps, number of those with gaps between responses). They differ where
-    some responses carried several tokens and nobody says how many."""
+    some responses carried several tokens and the server does not tell how many."""
     import numpy as np
 
     _, tokens, owners = _gaps(records)

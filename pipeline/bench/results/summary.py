@@ -38,8 +38,8 @@ def notes(report: BenchReport) -> Iterator[str]:
         counted, asked = counted_gaps(records)
         if 0 < counted < asked:
             yield (
-                f"{result.protocol}, {result.label}: ITL is that of {counted} of {asked} requests: nobody says how "
-                "many tokens each response of the others had"
+                f"{result.protocol}, {result.label}: ITL is that of {counted} of {asked} requests: of the others "
+                "the server does not tell how many tokens each response had"
             )
     again = report.said_again()
     if again is not None:

@@ -99,9 +99,9 @@ def test_a_recommended_penalty_does_not_keep_prompts_from_being_scored(tmp_path:
     ask(scored, folder, scenario, triton=OWN)
 
 
-def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab")]
-    begun = asyncio.Event()
+def list_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let the second prompt be listed slowly. Returns what is set as that begins, and once the first is listed."""
+    begun, listed = asyncio.Event(), asyncio.Event()
     list_prompt = Choice.list_prompt
 
     async def slowly(choice: Choice) -> None:
@@ -109,6 +109,16 @@ def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monke
             begun.set()
             await asyncio.sleep(0.3)
         await list_prompt(choice)
+        if choice.index == 0:
+            listed.set()
+
+    monkeypatch.setattr(Choice, "list_prompt", slowly)
+    return begun, listed
+
+
+def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab")]
+    begun, _ = list_slowly(monkeypatch)
 
     async def engine(asked: Asked, context: Any) -> AsyncIterator[Any]:
         if list(asked.prompt) == prompts[0]:
@@ -124,7 +134,6 @@ def test_a_prompt_whose_answer_comes_while_another_is_listed(folder: Path, monke
             ["a", "b", "</s>"],
         ]
 
-    monkeypatch.setattr(Choice, "list_prompt", slowly)
     ask(engine, folder, scenario, triton=OWN)
 
 
@@ -134,16 +143,7 @@ def test_an_answer_that_fails_while_another_prompt_is_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, stream: bool
 ) -> None:
     prompts = [tokens_of(folder, "ab c"), tokens_of(folder, "ab")]
-    begun, listed = asyncio.Event(), asyncio.Event()
-    list_prompt = Choice.list_prompt
-
-    async def slowly(choice: Choice) -> None:
-        if choice.index == 1:
-            begun.set()
-            await asyncio.sleep(0.3)
-        await list_prompt(choice)
-        if choice.index == 0:
-            listed.set()
+    begun, listed = list_slowly(monkeypatch)
 
     async def engine(asked: Asked, context: Any) -> AsyncIterator[Any]:
         failing, late = list(asked.prompt) == prompts[0], when == "after it"
@@ -168,7 +168,6 @@ def test_an_answer_that_fails_while_another_prompt_is_listed(
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
 
-    monkeypatch.setattr(Choice, "list_prompt", slowly)
     ask(engine, folder, scenario, triton=OWN)
 
 

@@ -62,7 +62,8 @@ def test_itl_of_some_requests_is_told_as_such() -> None:
     requests[3]["warmup"] = True
     some = report(result(), records=[read_objects(requests)])
     assert list(notes(some)) == [
-        "grpc, 1 in flight: ITL is that of 1 of 4 requests: nobody says how many tokens each response of the others had"
+        "grpc, 1 in flight: ITL is that of 1 of 4 requests: of the others the server does not tell how "
+        "many tokens each response had"
     ]
 
 
