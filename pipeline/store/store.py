@@ -167,7 +167,7 @@ class Store:
         """Hold a name while artefacts of a target arrive, one after another, and until its run folder refers to them.
         Waits for another command that holds it."""
         with self._lock(f"import-{name}"):
-            with self.referring():  # a `gc` that saw no import ends its deletion first
+            with self.referring():  # a `gc` that saw no import has removed the manifest of what it deletes
                 pass
             yield
 

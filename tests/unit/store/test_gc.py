@@ -189,11 +189,12 @@ def test_what_somebody_works_in_stays(store: Store, model: Path) -> None:
 def test_what_is_imported_stays_while_an_import_runs_which_waits_for_a_deletion(store: Store) -> None:
     folder = store.home / "imported" / "convert" / "0123.4567"
     folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
     seen = list[bool]()
 
     def imports() -> None:
         with Store(store.home).importing("x"):
-            seen.append(folder.exists())
+            seen.append((folder / "manifest.json").exists())  # without it nobody takes the artefact for whole
 
     thread = threading.Thread(target=imports)
 
