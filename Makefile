@@ -57,12 +57,9 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/mypy
 
 # Tests that look at a clock have the machine to themselves. Of the others each process waits a third of its time, with
-# real servers half of it. They begin in the order of tests/conftest.py.
-SHARED := --dist loadfile --no-loadscope-reorder -n
+# real servers half of it, so that two more than there are cores keep these busy. They begin in the order of tests/conftest.py.
 # nproc gives OMP_NUM_THREADS where it is set.
-CORES = env -u OMP_NUM_THREADS nproc
-UNIT := $(SHARED) $(shell expr $$($(CORES)) \* 3 / 2)
-ALL := $(SHARED) $(shell expr $$($(CORES)) + 2)
+SHARED := --dist loadfile --no-loadscope-reorder -n $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 2)
 # Their files: a process takes 20 seconds to import all others.
 CLOCK = $(shell grep -rl --include='test_*.py' 'mark\.clock' tests)
 # Those that compute models. To import torch takes each process three seconds.
@@ -70,7 +67,7 @@ MODELS = $(shell grep -rlE --include='test_*.py' '^(from|import) (torch|trtpipe.
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
-	$(BIN)/python -m pytest $(ALL) -m 'not (clock or slow)'
+	$(BIN)/python -m pytest $(SHARED) -m 'not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow' $(CLOCK)
 
 # Else each process of the first run compiles all tests, which takes three times as long as to import them.
@@ -78,11 +75,11 @@ compiled: $(READY)
 	$(BIN)/python -m pytest --collect-only -q > /dev/null
 
 unit: $(READY) ## tests of each module that need no real server and compute no model (minutes)
-	$(BIN)/python -m pytest $(UNIT) -m 'not (real or clock or slow)' $(addprefix --ignore=,$(MODELS)) tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not (real or clock or slow)' $(addprefix --ignore=,$(MODELS)) tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
-	$(BIN)/python -m pytest $(UNIT) -m hypothesis --hypothesis-profile thorough
-	$(BIN)/python -m pytest $(UNIT) --timeout 3600 -m 'slow and not (real or clock)'
+	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
+	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not (real or clock)'
 	$(BIN)/python -m pytest --timeout 3600 -m 'slow and (real or clock)'
 	$(MAKE) soak
 
