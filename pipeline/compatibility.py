@@ -1,4 +1,4 @@
-"""Checks before an engine is served or measured: this machine can run it, and its code is trusted."""
+"""Checks before an engine is served: this machine can run it, and its code is trusted."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def measure(
     note: Callable[[str], None] = log.info,
 ) -> BenchReport:  # fmt: skip
     """Run a benchmark, and add to its report what `served` is. Raises as `bench`."""
-    from trtpipe.engines.errors import Ended, HostError
+    from trtpipe.engines.errors import Ended, HostError, TrtpipeError
     from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.bench.run import run
 
@@ -204,15 +204,20 @@ def measure(
             if isinstance(ending, Ended):
                 measured.ended_by = ending.args[0] - 128
     if served is not None:
-        from trtpipe.pipeline.serving import repositories
+        from trtpipe.engines.passport import read_passport
         from trtpipe.pipeline.store.manifest import read_manifest
+        from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
         measured.target = served.name
-        measured.engine = {**vars(repositories.check_passport(served.name, served.repository))}
+        try:
+            measured.engine = {**vars(read_passport(served.repository / ENGINE_FOLDER))}
+        except TrtpipeError as error:  # the measurement must not be lost for that
+            note(f"the report does not say which engine was measured: {error}")
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
         if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content
-            measured.engine["content"] = made.record.inputs["engine"]
+            if measured.engine is not None:
+                measured.engine["content"] = made.record.inputs["engine"]
     return measured
 
 
@@ -457,22 +462,25 @@ def served_tokenizers() -> Iterator[Path]:
 
 
 def require_room(work: Work, name: str, repository: Path) -> None:
-    """Refuse fixed lengths that the engine does not take. Raises UsageError, and ArtefactRefused without a passport."""
+    """Refuse lengths of which the engine takes none, the tails of a distribution aside. Raises UsageError,
+    InputDataError for a file of lengths, and ArtefactRefused without a passport."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport
     from trtpipe.pipeline.bench.load.lengths import Fixed
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
-    prompt, answer = work.lengths()
-    if work.files or not isinstance(prompt, Fixed):
+    if work.prompts or work.sharegpt or work.trace:
         return
+    prompt, answer = work.lengths()
     build = read_passport(repository / ENGINE_FOLDER).build_config
-    longest = prompt.value + (answer.value if isinstance(answer, Fixed) else 1)
-    lengths = (("prompts", prompt.value, "max_input_len"), ("prompt and answer", longest, "max_seq_len"))
+    both = min(prompt.typical + answer.typical, work.max_total_tokens or math.inf)  # longer ones are left out
+    lengths = (("prompts", min(prompt.typical, both - 1), "max_input_len"), ("prompt and answer", both, "max_seq_len"))
     over = [one for one in lengths if one[1] > build.get(one[2], math.inf)]
     if over:
         what, length, limit = over[0]
         larger = " ".join(f"--set build.{limit}={length:.0f}" for _, length, limit in over)
+        if not isinstance(prompt, Fixed):
+            larger = f"a larger build.{limit}; on a GPU `build --load` chooses it"
         raise UsageError(
             f"{what} of {length:,.0f} tokens are more than {name} takes",
             why=f"its {limit} is {build[limit]:,}",

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import trtpipe
-from tests.support.factories import hf_folder
+from tests.support.factories import hf_folder, write_passport
 from tests.support.paths import ROOT
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.api.arguments import checked
@@ -29,6 +29,8 @@ from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.layers import LORA, SCALARS
+from trtpipe.pipeline.serving.servers import Served
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 
 @pytest.mark.process
@@ -204,6 +206,32 @@ def test_what_a_report_says_of_its_client_is_measured_outside_of_a_notebook_s_lo
     options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
     asyncio.run(cell())
     assert len(seen) == 1
+
+
+def test_a_measurement_is_not_lost_where_the_engine_s_gpu_or_passport_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / ENGINE_FOLDER
+    engine.mkdir(parents=True)
+    monkeypatch.setattr("trtpipe.pipeline.execution.hardware.visible_gpus", list)
+    options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring())
+    served, notes = Served(name="a", repository=tmp_path), list[str]()
+
+    def measured() -> trtpipe.BenchReport:
+        made = trtpipe.BenchReport(command=[], options={}, tokenizer_sha256=None, started="")
+        monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *given: made)
+        return measure(options, served, note=notes.append)
+
+    report = measured()
+    assert (report.target, report.engine) == ("a", None)
+    assert notes == [
+        f"the report does not say which engine was measured: {engine} has no passport.json: nothing says for which GPU "
+        "and version it was built; build the engine again"
+    ]
+    write_passport(engine, runtime="tensorrt_llm", gpu="h100", sm=90)
+    report = measured()
+    assert report.engine is not None
+    assert (report.engine["gpu"], report.engine["sm"], len(notes)) == ("h100", 90, 1)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -71,27 +71,35 @@ def test_stamps_of_the_kernel_where_there_are_none(
     assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
 
 
+@pytest.fixture
+def measured(store: Store, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is measured, of a server whose engine takes prompts of 1024 tokens and 2048 in all."""
+    engine = in_folder / ENGINE_FOLDER
+    engine.mkdir(parents=True)
+    write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    names: list[str] = []
+    monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: names.append(served.name))
+    remember(store, "a", repository=in_folder)
+    return names
+
+
 @pytest.mark.parametrize(
     ("words", "limit"),
     [
         (["--input-tokens", "1025"], "max_input_len"),
         (["--output-tokens", "1985"], "max_seq_len"),
         (["--input-tokens", "2048", "--output-tokens", "uniform:1,9"], "max_input_len"),
+        (["--input-tokens", "1024", "--output-tokens", "uniform:1025,1100"], "max_seq_len"),
         (["--input-tokens", "1024", "--output-tokens", "1024"], None),
         (["--input-tokens", "uniform:1,5000"], None),
+        (["--input-tokens", "mix:0.5*2048+0.5*lognormal:1024,0.5"], None),
         (["--prompts", __file__, "--output-tokens", "5000"], None),
     ],
 )
-def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
-    store: Store, run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: str | None
+def test_lengths_beyond_the_engine_are_refused_before_a_request(
+    measured: list[str], run: Run, words: list[str], limit: str | None
 ) -> None:
-    engine = in_folder / ENGINE_FOLDER
-    engine.mkdir(parents=True)
-    write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
-    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
-    measured: list[str] = []
-    monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
-    remember(store, "a", repository=in_folder)
     done = run("bench", "--protocol", "grpc", *words)
     if limit is None:
         assert (done.status, measured) == (0, ["a"])
@@ -99,6 +107,31 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
         assert (done.status, measured) == (2, [])
         assert f"its {limit} is" in done.error()
         assert f"--set build.{limit}=" in done.error()
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        ("{input_tokens: 'uniform:3072,5120', max_total_tokens: 8192}", "prompts of 3,072 tokens"),
+        ("{input_tokens: 'lognormal:1100,0.5'}", "prompts of 1,100 tokens"),
+        ("{input_tokens: 'lognormal:1100,0.5', max_total_tokens: 1025}", None),  # longer ones are left out
+        ("{input_tokens: 'empirical:lengths.txt'}", "prompts of 1,500 tokens"),
+    ],
+)
+def test_lengths_of_which_the_engine_takes_none_are_refused_before_a_request(
+    measured: list[str], run: Run, in_folder: Path, work: str, told: str | None
+) -> None:
+    (in_folder / "lengths.txt").write_text("1500\n1600\n")
+    (in_folder / "own.yaml").write_text(f"name: own\ndescription: x\nload: {{rate: 1, duration_s: 1}}\nwork: {work}\n")
+    done = run("bench", "--protocol", "grpc", "--load", "own.yaml")
+    if told is None:
+        assert (done.status, measured) == (0, ["a"])
+    else:
+        assert (done.status, measured) == (2, [])
+        assert done.error() == (
+            f"{told} are more than a takes: its max_input_len is 1,024; ask for fewer or, if the model takes them, "
+            "build with a larger build.max_input_len; on a GPU `build --load` chooses it"
+        )
 
 
 def test_a_repetition_knows_the_engine_that_is_served_at_its_addresses(
