@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+# Below this a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
+LEAST_TEMPERATURE = 1e-4
 # Most white space between the parts of a JSON text: a model that draws may else go on with it for ever.
 WHITE_SPACE = 8
 # Kinds of guides. NVIDIA's C++ backend has all but the last.
@@ -45,3 +48,13 @@ class SamplingParams:
     frequency_penalty: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
+
+
+def with_top_p(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling options of a request by name, with top_p 1 where a temperature alone asks for drawn tokens: a
+    request without top_k and top_p is greedy, whatever its temperature."""
+    temperature = options.get("temperature")
+    drawn = isinstance(temperature, int | float) and temperature >= LEAST_TEMPERATURE
+    if drawn and not options.get("top_k") and options.get("top_p") is None:
+        return {**options, "top_p": 1.0}
+    return dict(options)

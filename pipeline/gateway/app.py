@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from trtpipe import __version__
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.engines.sampling import LEAST_TEMPERATURE, SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer
 from trtpipe.pipeline.gateway.choices import Order
@@ -46,8 +46,8 @@ T = TypeVar("T")
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # Paths open to anybody, without a key and without a body.
 OPEN = ("/health", "/health/live", "/health/ready")
-# Below these a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
-LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
+# Below this top_p, as below LEAST_TEMPERATURE, only the likeliest token is drawn.
+LEAST_TOP_P = 1e-6
 
 
 class Gateway:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.engines.sampling import SamplingParams, with_top_p
 from trtpipe.pipeline.gateway import failure
 from trtpipe.pipeline.gateway.stops import Stops
 from trtpipe.pipeline.serving.openai_client import SILENCE_SECONDS, events, refused
@@ -192,7 +192,10 @@ def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int,
         tensor(text, "BYTES", prompt.encode("utf-8")),
         tensor(streamed, "BOOL", config.model_transaction_policy.decoupled),
     ]
-    for name, value in _values(sampling, max_tokens).items():
+    values = with_top_p(_values(sampling, max_tokens))
+    if sampling.seed is not None:
+        values["seed"] = sampling.seed % 2**64
+    for name, value in values.items():
         if value is not None:
             inputs.append(tensor(length if name == "max_tokens" else family.sampling[name][0], _TYPES[name], value))
     if words:

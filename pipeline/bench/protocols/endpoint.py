@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.sampling import with_top_p
 
 # Seconds to wait for a server's description of itself; not part of any measurement.
 CONNECT_TIMEOUT_S = 5.0
@@ -136,7 +137,9 @@ class Endpoint:
         if not {"temperature", "top_k", "top_p"} & set(options):
             options = {"top_k": 1, **options}
             optional.add("top_k")
-        for name, value in options.items():
+        sent = with_top_p(options)
+        optional |= sent.keys() - options.keys()
+        for name, value in sent.items():
             taken = next((one for one in family.sampling.get(name, ()) if one in self.inputs), None)
             if taken is not None:
                 # No token has the id -1, so no end token stops the answer early.

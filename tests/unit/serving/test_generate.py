@@ -105,6 +105,7 @@ def test_an_ensemble_gets_a_batch_of_one_request(monkeypatch: pytest.MonkeyPatch
         "stream": ("BOOL", [1, 1], [True]),
         "max_tokens": ("INT32", [1, 1], [8]),
         "temperature": ("FP32", [1, 1], [0.5]),
+        "top_p": ("FP32", [1, 1], [1.0]),  # without it the engine takes the likeliest token
         "stop_words": ("BYTES", [1, 2], [b"x", b"yz"]),
     }
     # One that answers in a single response is not asked for several.
@@ -130,6 +131,23 @@ def test_a_model_of_the_llm_api_gets_its_own_inputs(monkeypatch: pytest.MonkeyPa
         "sampling_param_stop": ("BYTES", [2], [b"x", b"yz"]),
     }
     assert set(Client.sent) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 0.5, "top_k": 4}, {"temperature": 0.5, "top_k": 4}),
+        ({"temperature": 0.5, "top_p": 0.25}, {"temperature": 0.5, "top_p": 0.25}),
+        ({"top_k": 4}, {"top_k": 4}),
+        ({"seed": -1}, {"seed": 2**64 - 1}),
+        ({"seed": -(2**63)}, {"seed": 2**63}),
+    ],
+)
+def test_what_is_asked_is_sent_as_the_engine_takes_it(asked: Any, sent: Any) -> None:
+    list(stream("host:1", "Hello", SamplingParams(**asked), model="ensemble", max_tokens=8))
+    others = {"text_input", "stream", "max_tokens"}
+    assert {name: kept[0] for name, (_, _, kept) in Client.sent.items() if name not in others} == sent
 
 
 @pytest.mark.parametrize(

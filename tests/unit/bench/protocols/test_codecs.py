@@ -128,7 +128,10 @@ def test_greedy_unless_an_option_says_how_to_sample() -> None:
     assert values(made, seed=3)["top_k"] == 1
     assert values(made, top_k=7)["top_k"] == 7
     assert "top_k" not in values(made, top_p=0.5)
-    assert "top_k" not in values(made, temperature=0.5)
+    assert values(made, temperature=0.5) == values(TEXT_MODEL) | {"temperature": 0.5, "top_p": 1.0}
+    assert values(made, temperature=0) == values(TEXT_MODEL) | {"temperature": 0}
+    assert values(made, temperature=0.5, top_k=7) == values(TEXT_MODEL) | {"temperature": 0.5, "top_k": 7}
+    assert values(more(TEXT_MODEL, "temperature"), temperature=0.5) == values(TEXT_MODEL) | {"temperature": 0.5}
 
 
 @pytest.mark.parametrize("made", [TEXT_MODEL, ENGINE_MODEL, LLMAPI_MODEL])
