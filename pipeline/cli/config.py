@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,23 @@ class UserConfig:
     def layer(self) -> Layer:
         """Its settings of a build, as the weakest layer."""
         return str(path()), {"runtime": self.runtime}
+
+    def python_for(self, runtime: Callable[[], str]) -> str | None:
+        """`engine_python` for a runtime with an environment of its own; None for another runtime, and without one.
+
+        Raises HostError where it is no executable file, and what `runtime` raises, which is called where there is one.
+        """
+        from trtpipe.engines import load_backend
+        from trtpipe.engines.errors import HostError
+
+        if self.engine_python is None or load_backend(runtime()).NEEDS is None:
+            return None
+        if shutil.which(self.engine_python) is None:
+            raise HostError(
+                f"engine_python of {path()} is {self.engine_python}", why="it is not an executable file",
+                remedy="write there the Python of vLLM's environment, or give --engine-python",
+            )  # fmt: skip
+        return str(self.engine_python)
 
 
 def path() -> Path:
@@ -78,9 +97,10 @@ def read_config() -> UserConfig:
     for name, price in prices.items():
         if not 0 < price < 1e6:
             raise read.ConfigError(f"{where}: prices.{name} is {price}", remedy="give the price of one GPU an hour")
-    return UserConfig(
-        runtime=config.runtime, registry=config.registry, engine_python=config.engine_python, prices=prices
-    )
+    python = None
+    if config.engine_python is not None:
+        python = Path(os.path.expanduser(config.engine_python))  # noqa: PTH111  # Path raises for a user that is not
+    return UserConfig(runtime=config.runtime, registry=config.registry, engine_python=python, prices=prices)
 
 
 def config(as_json: Json = False) -> None:

@@ -41,18 +41,24 @@ def prove(
       trtpipe prove --runtime tensorrt_llm --dtype bf16,fp8 -o proof-h100
     """
     from trtpipe.engines.errors import StageFailed
+    from trtpipe.pipeline.api.build import settings as resolve
     from trtpipe.pipeline.api.prove import prove as run
+    from trtpipe.pipeline.api.prove import this_gpu
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.layers import assignments
     from trtpipe.pipeline.prove.proof import HTML_NAME, JSON_NAME
 
+    assigned = assignments(settings or [])
+    if engine_python is None:
+        engine_python = read_config().python_for(
+            lambda: resolve(model=model, gpu=gpu or this_gpu(), runtime=runtime, set=assigned).runtime
+        )
     with console_progress.working("prove", announce=False) as work:
         proof = run(
             model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
-            executor=executor, set=assignments(settings or []),
-            engine_python=engine_python or str(read_config().engine_python or "") or None, output=out,
-            note=console.note, progress=work.step,
+            executor=executor, set=assigned, engine_python=engine_python, output=out, note=console.note,
+            progress=work.step,
         )  # fmt: skip
     if as_json:
         console.result_json(proof.to_json())

@@ -78,9 +78,11 @@ def serve(
       trtpipe serve llama3-8b.h100.fp8.vllm --front native --detach
     """
     from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.passport import read_passport
     from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.serving import background, launch_options, repositories, serve, watchdog
+    from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
     if no_openai and openai_port != OPENAI_PORT:
         raise UsageError(
@@ -88,19 +90,21 @@ def serve(
             remedy="leave out --openai-port or --no-openai",
         )
     store = own_store()
-    configured = str(read_config().engine_python or "") or None
     found = (
         [repositories.find_repository(target) for target in targets]
         if targets
         else [repositories.find_repository(None)]
     )
+    if engine_python is None:
+        # The runtime of the first: targets of two are refused.
+        engine_python = read_config().python_for(lambda: read_passport(found[0].folder / ENGINE_FOLDER).runtime)
     options = launch_options.LaunchOptions(
         front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         tool_format=tool_format, reasoning=not no_reasoning, cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
-        engine_python=engine_python or configured,
+        engine_python=engine_python,
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint, timeout_s=timeout,
     )  # fmt: skip
     # Here, since a server that is started again leaves out the gateway where that goes on.

@@ -47,14 +47,16 @@ def tune(
     from trtpipe.pipeline.api.tune import tune as search
     from trtpipe.pipeline.cli import console, console_bench
     from trtpipe.pipeline.cli.config import read_config
+    from trtpipe.pipeline.run_folder import require_run
     from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, best_run, mean_rate
 
-    own = read_config()
+    if engine_python is None:
+        engine_python = read_config().python_for(lambda: require_run(target).spec().runtime)
     with console_bench.progress() as progress:
         study = search(
             target, slo, minutes=minutes, find=find, load=load, input_tokens=input_tokens,
             output_tokens=output_tokens, protocol=protocol, price=price,
-            engine_python=engine_python or str(own.engine_python or "") or None, note=console.note, progress=progress,
+            engine_python=engine_python, note=console.note, progress=progress,
         )  # fmt: skip
     status = 0 if study.decided else StageFailed.exit_code
     if as_json:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Run, rows
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.pipeline.api import prove, tune
+from trtpipe.pipeline.api.build import settings
 from trtpipe.pipeline.cli import config
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.serving import triton_package
+from trtpipe.pipeline.store.store import Store
 
 FILE = """
 runtime = "vllm"
@@ -97,6 +103,56 @@ def test_a_mistake_names_the_file_and_the_remedy(run: Run, file: Path, text: str
     assert done.status == 3
     assert done.error().startswith(str(file))
     assert [word for word in words if word not in done.error()] == []
+
+
+@pytest.mark.loopback
+def test_the_python_of_vllm_is_not_that_of_another_runtime(
+    run: Run, build: Run, model: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "vllm/bin/python"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file.write_text('engine_python = "~/vllm/bin/python"\n')
+    with pytest.raises(HostError, match=f"engine_python of {file} is {python}: it is not an executable file; write"):
+        config.read_config().python_for(lambda: "vllm")
+    assert config.read_config().python_for(lambda: "reference") is None
+    # `serve` gets as far as without the file: to the server, which is next.
+    monkeypatch.setattr(triton_package, "find_installation", refuse)
+    assert build(model).status == 0
+    free = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
+    assert run("serve", *free).error() == "the server is next"
+    assert f"{python} cannot be started" in run("serve", *free, "--engine-python", python).error()
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/bin/true")
+    assert config.read_config().python_for(lambda: "vllm") == str(python)
+    file.write_text('engine_python = "~nobody-of-that-name/python"\n')
+    assert config.read_config().engine_python == Path("~nobody-of-that-name/python")
+
+
+def refuse() -> None:
+    raise StageFailed("the server is next")
+
+
+@pytest.mark.parametrize(("words", "given"), [((), "false"), (("--engine-python", "true"), "true")])
+def test_tune_and_prove_take_it_for_the_targets_of_vllm(
+    run: Run, store: Store, file: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], given: str
+) -> None:
+    heard = []
+
+    def work(*arguments: object, engine_python: str | None, **named: object) -> None:
+        heard.append(engine_python)
+        raise StageFailed("it was asked")
+
+    monkeypatch.setattr(tune, "tune", work)
+    monkeypatch.setattr(prove, "prove", work)
+    file.write_text('engine_python = "false"\n')
+    h100 = ("--model", "llama3-8b", "--gpu", "h100")
+    for runtime in ("vllm", "tensorrt_llm"):
+        assert run("prove", *h100, "--runtime", runtime, *words).error() == "it was asked"
+        spec = settings(model="llama3-8b", gpu="h100", runtime=runtime)
+        RunFolder.of(spec.target).start(spec, store)
+        assert run("tune", spec.target, "--slo", "ttft:2s", *words).error() == "it was asked"
+    others = given if words else None
+    assert heard == [given, given, others, others]
 
 
 def test_a_relative_folder_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
