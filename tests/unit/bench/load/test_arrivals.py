@@ -274,6 +274,15 @@ def test_of_stages_and_traces_the_edges_are_taken(tmp_path: Path) -> None:
     assert len(schedule(Replay(trace=path, requests=2), 0).due_ns) == 2
 
 
+def test_a_trace_that_ends_before_the_duration_ends_the_window(tmp_path: Path) -> None:
+    path = trace(tmp_path, 0, 1000, 2000, 3000)
+    assert schedule(Replay(trace=path, duration_s=2.5), 0).window == (0, 2_500_000_000)
+    assert schedule(Replay(trace=path, duration_s=3), 0).window == (0, 3 * SECOND)
+    assert schedule(Replay(trace=path, duration_s=60), 0).window == (0, 3 * SECOND + 1)
+    assert schedule(Replay(trace=path, duration_s=60, speedup=2), 0).window == (0, 1_500_000_001)
+    assert schedule(Replay(trace=path, duration_s=60, cooldown_fraction=0.5), 0).window == (0, 1_500_000_000)
+
+
 def test_a_schedule_that_measures_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no request is due in the measured part"):
         schedule(Replay(trace=trace(tmp_path, 0, 1000), warmup_s=5), 0)
