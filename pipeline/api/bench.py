@@ -184,7 +184,7 @@ def measure(
     note: Callable[[str], None] = log.info,
 ) -> BenchReport:  # fmt: skip
     """Run a benchmark, and add to its report what `served` is. Raises as `bench`."""
-    from trtpipe.engines.errors import Ended, HostError, TrtpipeError
+    from trtpipe.engines.errors import Ended, TrtpipeError
     from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.bench.run import run
 
@@ -197,7 +197,7 @@ def measure(
 
         try:
             _outside_a_loop(lambda begun: state_error(measured, options))
-        except HostError as error:  # the measurement must not be lost for that
+        except TrtpipeError as error:  # the measurement must not be lost for that
             note(f"how wrong {options.wiring.transport} is here is not known: {error}")
         except (KeyboardInterrupt, Ended) as ending:  # nor for a signal that comes after it
             measured.interrupted = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trtpipe.pipeline.bench.protocols.transport import Client, Codec, Sender
@@ -41,6 +41,10 @@ async def connect(protocol: str, url: str, model: str, tokenize: Callable[[str],
     from trtpipe.pipeline.bench.protocols.http_setup import Site
 
     site = Site.of(url, wiring.headers)
+    if wiring.transport == "tritonclient":
+        from trtpipe.pipeline.bench.protocols.library import fetch
+
+        site = replace(site, fetch=fetch)
     sender = _http_sender(site, wiring)
     try:
         return Client(_http_codec(protocol, site, model, tokenize), sender)

@@ -6,7 +6,7 @@ import http.client
 import json
 import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from trtpipe.pipeline.net.fetch import fetch
 
 @dataclass(frozen=True)
 class Site:
-    """An HTTP server: its URL as given, and the parts of the URL."""
+    """An HTTP server: its URL as given, the parts of the URL, and what asks it (as `net.fetch.fetch`)."""
 
     url: str
     host: str
@@ -26,6 +26,7 @@ class Site:
     path: str
     tls: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
+    fetch: Callable[..., tuple[int, bytes]] = fetch
 
     @classmethod
     def of(cls, url: str, headers: Mapping[str, str] | None = None) -> Site:
@@ -49,7 +50,7 @@ class Site:
         """Status and JSON (None if the answer has none) of a request. Raises HostError when nothing answers."""
         url = f"{self.origin}{self.path}{path}"
         try:
-            status, body = fetch(
+            status, body = self.fetch(
                 url, method=method, headers=self.headers, max_bytes=MAX_BYTES, within_s=CONNECT_TIMEOUT_S
             )
         except ssl.SSLError as error:
@@ -82,6 +83,8 @@ class Site:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, http.client.BadStatusLine) and not str(error).strip().isprintable():
+    told = str(error).strip()
+    # Bytes that are no text are an illegal request line to h11, which httpx reads with.
+    if isinstance(error, http.client.BadStatusLine) and (not told.isprintable() or told == "illegal request line"):
         return "what answers speaks no HTTP/1.1; is it a gRPC port?"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

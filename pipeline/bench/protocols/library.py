@@ -7,12 +7,15 @@ late, and the client fills its core at a fraction of the load that our own reade
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import http.client
+from collections.abc import Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
+from urllib.parse import urlsplit
 
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
+from trtpipe.pipeline.bench.options import is_local
 from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S
 from trtpipe.pipeline.bench.protocols.h2_sender import parse_address
 from trtpipe.pipeline.bench.protocols.http1 import SSE_DATA, error_text
@@ -24,6 +27,38 @@ KNOWN_ERROR = (
     "streams that tick together are read late, one after the other; `trtpipe bench selftest --transport tritonclient` "
     "says by how much here"
 )
+
+
+def fetch(
+    url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, max_bytes: int, within_s: float
+) -> tuple[int, bytes]:
+    """As `net.fetch.fetch`, by the way that the requests take: through a proxy of the environment.
+
+    within_s  seconds to connect, and seconds of each wait for bytes
+    """
+    import httpx
+
+    body = bytearray()
+    try:
+        with (
+            httpx.Client(mounts=_unproxied(url), timeout=within_s) as client,
+            client.stream(method, url, headers=headers) as response,
+        ):
+            for piece in response.iter_bytes():
+                body += piece
+                if len(body) > max_bytes:
+                    raise ValueError(f"the answer has more than {max_bytes:,} bytes")
+    except httpx.RemoteProtocolError as error:
+        raise http.client.BadStatusLine(str(error)) from None
+    except httpx.HTTPError as error:
+        cause = error.__cause__ and error.__cause__.__cause__  # httpcore's error lies between
+        raise (cause if isinstance(cause, OSError) else OSError(str(error) or type(error).__name__)) from None
+    return response.status_code, bytes(body)
+
+
+def _unproxied(url: str) -> dict[str, None]:
+    """httpx's rule that sends requests to this machine past a proxy of the environment, which does not reach it."""
+    return {f"all://{urlsplit(url).netloc}": None} if is_local(url) else {}
 
 
 class _TaskSender:
@@ -68,10 +103,11 @@ class GrpcAioSender(_TaskSender):
         self._secure = secure = url.startswith("grpcs://")
         host, port = parse_address(url.removeprefix("grpcs://"))
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        options = [("grpc.enable_http_proxy", 0)] if is_local(url) else None
         self._channel = (
-            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials())
+            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options)
             if secure
-            else grpc.aio.insecure_channel(target)
+            else grpc.aio.insecure_channel(target, options)
         )
         self._method = self._channel.stream_stream(STREAM_INFER)  # bytes in, bytes out
 
@@ -132,6 +168,7 @@ class HttpxSender(_TaskSender):
         super().__init__()
         self._client = httpx.AsyncClient(
             base_url=site.origin,
+            mounts=_unproxied(site.origin),
             # By default httpx stops at 100 connections, and its own queue would be measured.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
             timeout=None,  # the driver enforces the time limits

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trtpipe.engines.errors import Ended
+from trtpipe.engines.errors import Ended, HostError, StageFailed, UsageError
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.bench import selftest
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -58,6 +58,21 @@ def test_a_signal_meanwhile_does_not_lose_the_measurement(
     options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
     measured = api.measure(options, None)
     assert (measured.interrupted, measured.ended_by) == (True, number)
+
+
+@pytest.mark.parametrize("error", [HostError("no port"), StageFailed("status 502"), UsageError("too many")])
+def test_an_error_meanwhile_does_not_lose_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *given: report())
+    monkeypatch.setattr(selftest, "state_error", fail)
+    options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
+    said: list[str] = []
+    assert not api.measure(options, None, note=said.append).partial
+    assert said == [f"how wrong tritonclient is here is not known: {error}"]
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,49 @@ def test_http_requests_as_another_reader_reads_them(transport: str) -> None:
         assert headers["x-request-id"] == exchange.id
 
 
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
+    """The proxy of the environment."""
+    for name in ("HTTP_PROXY", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy", "grpc_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving_http() as server:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+        yield server
+
+
+@pytest.mark.parametrize("protocol", ["http", "completions", "chat"])
+def test_a_server_behind_a_proxy_is_asked_through_it(proxied: HttpServer, protocol: str) -> None:
+    site = "http://triton.test:8000"
+    proxied.resources = {(method, site + path): value for (method, path), value in proxied.resources.items()}
+    proxied.streams = {site + path: events for path, events in proxied.streams.items()}
+
+    async def scenario() -> str:
+        url = site + ("" if protocol == "http" else "/v1")
+        client = await connect(protocol, url, "ensemble", tokenize, Wiring(transport="tritonclient"))
+        exchange = await ask(client)
+        assert isinstance(outcome(client, exchange), Answer)
+        await client.sender.close()
+        return client.codec.text(exchange)
+
+    assert run(scenario()) == "word"
+    with pytest.raises(HostError, match="status 404"):
+        run(connect("completions", site + "/v2", "ensemble", tokenize, Wiring(transport="tritonclient")))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_this_machine_is_not_asked_through_a_proxy(
+    proxied: HttpServer, known: MockServerProcess, protocol: str
+) -> None:
+    proxied.resources, proxied.streams = {}, {}
+
+    async def scenario() -> None:
+        async with known_client(known, protocol, Wiring(transport="tritonclient")) as client:
+            exchange = await ask(client)
+            assert isinstance(outcome(client, exchange), Answer)
+
+    run(scenario())
+
+
 def test_the_engine_over_http() -> None:
     with serving_http() as server:
 
@@ -616,7 +659,7 @@ def test_a_server_of_another_protocol_is_refused(known: MockServerProcess, trans
     refused(HostError, "no Triton answers over gRPC", "grpc", known.http_port, 0, wiring)
     with serving_words(b"SSH-2.0-OpenSSH_9.2p1\r\n") as port:
         refused(HostError, "no Triton answers over gRPC", "grpc", port, 0, wiring)
-        refused(HostError, "no Triton answers over HTTP .*: SSH-2.0", "http", 0, port, wiring)
+        refused(HostError, "no Triton answers over HTTP .*: (SSH-2.0|Server disconnected)", "http", 0, port, wiring)
         refused(HostError, "no OpenAI-compatible server answers over HTTP", "chat", 0, port, wiring)
     refused(HostError, "HTTP/1.1; is it a gRPC port.; start one", "http", 0, known.grpc_port, wiring)
 
