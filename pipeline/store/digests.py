@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -96,11 +95,13 @@ class Digests:
 
     def remove_tree(self, folder: Path) -> None:
         """Remove a folder. Digests of its files with hard links elsewhere stay remembered. Raises OSError."""
-        with ExitStack() as stack:
-            shared = [stack.enter_context(path.open("rb")) for path in folder.rglob("*") if self._is_shared(path)]
-            shutil.rmtree(folder)
-            for file in shared:
-                self._follow(file)
+        for path in list(folder.rglob("*")):
+            if self._is_shared(path):
+                # Closed before its folder goes: on NFS a removed file stays in its folder while it is open.
+                with path.open("rb") as file:
+                    path.unlink()
+                    self._follow(file)
+        shutil.rmtree(folder)
 
     def save(self) -> None:
         """Write the new digests, merged with what other processes have written since. Nothing is written to a disk that

@@ -283,6 +283,31 @@ def test_our_own_links_cost_no_reading(large: Path, store: Store, monkeypatch: p
     assert Store(store.home).find(RECORD) is not None
 
 
+def test_a_folder_goes_where_a_removed_file_stays_while_it_is_open(
+    large: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS."""
+    other = dataclasses.replace(RECORD, stage="build")
+
+    def link(out: Path) -> dict[str, Any]:
+        os.link(large, out / large.name)
+        return {}
+
+    engine = make(store, other, link)
+    remove = os.rmdir
+
+    def rmdir(path: Any, **options: Any) -> None:
+        held = [str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        if any(one.startswith(str(engine.path)) and one.endswith(" (deleted)") for one in held):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    store.digests.remove_tree(store.folder(other))
+    assert not store.folder(other).exists()
+    assert large.stat().st_size > 0
+
+
 def test_two_processes_add_to_one_memory(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
