@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,4 +84,11 @@ def _is_imported(folder: Path, store: Store) -> bool:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Bytes of its regular files. Those that another command deletes meanwhile count nothing."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found = Path(parent, name).lstat()
+                size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return size

@@ -95,6 +95,25 @@ def test_the_size_of_garbage_is_its_bytes(store: Store) -> None:
     assert (item.path, item.reason, item.size) == (damaged, "damaged", 8)
 
 
+def test_what_another_gc_deletes_while_this_one_looks_has_no_size(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = store.home / "damaged" / "convert-x"
+    (damaged / "files").mkdir(parents=True)
+    (damaged / "files" / "a").write_bytes(b"12345")
+    (damaged / "b").write_bytes(b"678")
+    look = Path.lstat
+
+    def late(path: Path) -> os.stat_result:
+        if path == damaged / "b":
+            shutil.rmtree(damaged)
+        return look(path)
+
+    monkeypatch.setattr(Path, "lstat", late)
+    (item,) = gc.find_garbage(store, references)
+    assert (item.path, item.size) == (damaged, 0)
+
+
 def test_leftovers_go_unless_somebody_works_in_them(store: Store, model: Path) -> None:
     build(plan(model), store, until="download")
     (folder,) = RunFolder.of("tiny.cpu.fp32").folders(store)
