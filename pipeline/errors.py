@@ -100,7 +100,7 @@ def _bad_certificates(error: BaseException) -> str:
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
 STATE = (
     errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOMEM, errno.EAGAIN, errno.ESTALE,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ENOTEMPTY, errno.EBUSY,
 )  # fmt: skip
 
 # Those that another path would not have.
@@ -140,6 +140,15 @@ ROWS: tuple[_Row, ...] = (
         lambda error: HostError(
             f"TRTPIPE_HOME is {default_home()}: {_named(error)}{_reason(error)}",
             remedy="set it to a folder that you may write",
+        ),
+    ),
+    (
+        OSError,
+        _errno(errno.ENOLCK),  # of a lock in the store; it names no file
+        lambda error: HostError(
+            f"TRTPIPE_HOME is {default_home()}, whose disk takes no locks",
+            why=_reason(error),
+            remedy="mount it with locks, or set TRTPIPE_HOME to a folder on another disk",
         ),
     ),
     (

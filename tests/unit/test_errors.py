@@ -97,11 +97,24 @@ def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
     assert str(known).startswith(f"TRTPIPE_HOME is {tmp_path}/home: {path}: Not a directory; ")
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ENAMETOOLONG])
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path))
+    known = translate(OSError(errno.ENOLCK, "No locks available"))  # as fcntl.flock raises it
+    assert isinstance(known, HostError)
+    assert str(known) == (
+        f"TRTPIPE_HOME is {tmp_path}, whose disk takes no locks: No locks available; "
+        "mount it with locks, or set TRTPIPE_HOME to a folder on another disk"
+    )
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ENAMETOOLONG, errno.ENOTEMPTY, errno.EBUSY],
+)
 def test_the_machine_s_state_is_a_host_error(number: int) -> None:
     known = translate(OSError(number, os.strerror(number), "x"))
     assert isinstance(known, HostError)
-    remedy = "" if number == errno.EIO else "; name another place"
+    remedy = "" if number in (errno.EIO, errno.ENOTEMPTY, errno.EBUSY) else "; name another place"
     assert str(known) == f"x: {os.strerror(number)}{remedy}"
     assert str(translate(OSError(number, os.strerror(number)))) == f"{os.strerror(number)}{remedy}"
 
