@@ -125,7 +125,7 @@ def place(source: Path, target: Path) -> None:
             return
         except OSError as error:
             # Other file system, file system without hard links, or protected file of another user: copy instead.
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     shutil.copyfile(real, target)
 
