@@ -155,14 +155,12 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         for start in range(0, len(data), SLICE_BYTES):
             if self._closing:
                 self._discard(len(data) - start)
                 return
-            piece = data[start : start + SLICE_BYTES]
-            super().data_received(piece)
-            if self._in_head or self._in_body:
-                self._hold(len(piece))
+            self._parse(data[start : start + SLICE_BYTES])
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -196,7 +194,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._closing:
+        if self._closing or self._offers_upgrade():
             return
         self._in_head, self._in_body = False, True
         self._wait(BODY_SECONDS)
@@ -223,7 +221,7 @@ class Connection(HttpToolsProtocol):
             self.refuse(wrong("the body is sent in too many small chunks", code="invalid_request"))
 
     def on_message_complete(self) -> None:
-        if self._closing:
+        if self._closing or self._offers_upgrade():
             return
         body = self._body
         self._release()
@@ -239,9 +237,6 @@ class Connection(HttpToolsProtocol):
         self.url = b""  # unset until the next request
         idle = SETTLE_SECONDS if self._all.replaced else self.timeout_keep_alive
         self._wait(UNREAD_SECONDS if self.transport.is_closing() else idle)
-
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
 
     def shutdown(self) -> None:
         if self._all.replaced:
@@ -307,6 +302,33 @@ class Connection(HttpToolsProtocol):
         self._release()
         self._closing = True
         self.transport.abort()
+
+    def _parse(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserError:
+            self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser takes whatever follows the head for another protocol. Servers may ignore an offer (RFC 9110,
+            # 7.8), and clients such as Java's HttpClient offer HTTP/2 in each request without TLS.
+            if self._in_head:
+                (end,) = upgrade.args
+                head = self._head_without_offer()
+                self._release()
+                self.parser = httptools.HttpRequestParser(self)
+                self._parse(head + piece[end:])
+                return
+        if self._in_head or self._in_body:
+            self._hold(len(piece))
+
+    def _offers_upgrade(self) -> bool:
+        """Whether the request, whose head has arrived, offers another protocol; a CONNECT does not offer but ask."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_offer(self) -> bytes:
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join([first, *fields, b"", b""])
 
     def _discard(self, amount: int) -> None:
         self._discarded += amount

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -394,3 +395,83 @@ def test_requests_sent_ahead_of_the_answer_end_the_connection(folder: Path) -> N
                 assert (await one.answer())[0] == 200
 
     ask(saying(folder, "x"), folder, scenario)
+
+
+# Offers of another protocol
+
+OFFERS = {
+    "h2c": ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB"),
+    "websocket": ("Upgrade: websocket", "Connection: keep-alive, Upgrade", "Sec-WebSocket-Version: 13"),
+}
+SIZED = f"Content-Length: {len(HELLO)}"
+CHUNKS = b"8\r\n" + HELLO[:8] + b"\r\n%x\r\n" % len(HELLO[8:]) + HELLO[8:] + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize(
+    ("field", "body", "cuts"),
+    [
+        (SIZED, HELLO, []),
+        (SIZED, HELLO, [-len(HELLO)]),
+        (SIZED, HELLO, [30, -len(HELLO) - 1, -5]),
+        (CHUNKED, CHUNKS, []),
+        (CHUNKED, CHUNKS, [-len(CHUNKS), -8]),
+    ],
+    ids=["at-once", "body-later", "in-pieces", "chunked", "chunked-later"],
+)
+def test_an_offer_of_another_protocol_is_ignored(
+    folder: Path, offer: str, field: str, body: bytes, cuts: list[int]
+) -> None:
+    """Java's HttpClient and `curl --http2` offer HTTP/2 in each request without TLS."""
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        async with wire(client) as one:
+            for lines in (OFFERS[offer], OFFERS[offer], ()):
+                request = head(*lines, field) + body
+                places = [0, *(cut % len(request) for cut in cuts), len(request)]
+                for start, end in itertools.pairwise(places):
+                    await one.send(request[start:end])
+                    await asyncio.sleep(0.05)
+                status, headers, answer = await one.answer()
+                assert (status, json.loads(answer)["choices"][0]["message"]["content"]) == (200, "x")
+                assert "connection" not in headers
+            await one.send(head(*OFFERS[offer], method="GET", path="/health/live"))
+            assert (await one.answer())[::2] == (200, b"live\n")
+            await one.send(head("Connection: close, Upgrade", "Upgrade: h2c", field) + body)
+            status, headers, _ = await one.answer()
+            assert (status, headers["connection"]) == (200, "close")
+            assert await one.closed() == b""
+        assert triton.asked[0].prompt == triton.asked[-1].prompt
+
+    ask(saying(folder, "x"), folder, scenario)
+
+
+def test_a_request_with_an_offer_has_the_limits_of_any_other(
+    folder: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.3)
+    offer = OFFERS["h2c"]
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        for sent, status, code in (
+            (head(*offer, "Content-Length: 5", key="wrong"), 401, "invalid_api_key"),
+            (head(*offer, "Content-Length: 1001"), 413, "request_too_large"),
+            (head(*offer, CHUNKED) + b"3e9\r\n" + b"x" * 1001, 413, "request_too_large"),
+            (head(*offer, *("a: b",) * 98), 431, "headers_too_large"),
+            (head(*offer, "a: " + "b" * 41000), 431, "headers_too_large"),
+            (head(*offer, "Content-Length: 5") + b"x", 408, "request_timeout"),
+            (head("Connection: Upgrade", method="CONNECT", path="x:443"), 400, "invalid_request"),
+        ):
+            async with wire(client) as one:
+                await one.send(sent)
+                await one.refused(status, code)
+        async with wire(client) as one:  # the client waits for the word to go on, and gets it once
+            await one.send(head(*offer, SIZED, "Expect: 100-continue"))
+            assert (await one.answer())[0] == 100
+            await one.send(HELLO)
+            assert (await one.answer())[0] == 200
+            await one.send(head(*offer, SIZED) + HELLO + head(*offer, SIZED) + HELLO)
+            assert (await one.answer())[0] == 200
+            assert await one.closed() == b""
+
+    ask(saying(folder, "x"), folder, scenario, api_keys_file=keys, max_body_bytes=1000)
