@@ -7,6 +7,7 @@ packages.
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import re
 import string
@@ -113,7 +114,7 @@ def _ends(folder: Path) -> list[int]:
 class _Prepared:
     """A task's documents as requests, and the right answers.
 
-    golds    for each document the index of the right choice, or the right text
+    golds    for each document the index of the right choice, or the right texts, any of which will do
     choices  for each document of multiple choice its choices; empty for other tasks
     """
 
@@ -161,7 +162,7 @@ class _Prepared:
                 raise ValueError("the prompt is empty")
             kwargs = task.generation_kwargs
             until = [kwargs.until] if isinstance(kwargs.until, str) else kwargs.until
-            self.golds.append(str(_field(doc, str(task.doc_to_target))))
+            self.golds.append(_texts(doc, str(task.doc_to_target)))
             self.generations.append(Generation(prompt=ids, max_tokens=kwargs.max_gen_toks, until=until))
             return len(ids) + kwargs.max_gen_toks
         choices = task.doc_to_choice if isinstance(task.doc_to_choice, list) else _choices(doc, task.doc_to_choice)
@@ -198,7 +199,8 @@ class _Prepared:
             else:
                 text = _filtered(replies.texts.pop(0), self.task.filters)
                 for metric in self.task.metrics:
-                    out[metric.metric].append(float(_plain(text, metric) == _plain(gold, metric)))
+                    right = any(_plain(text, metric) == _plain(one, metric) for one in gold)
+                    out[metric.metric].append(float(right))
         return out
 
 
@@ -214,6 +216,18 @@ def _field(doc: dict[str, Any], template: str) -> Any:
         return environment.from_string(template).render(**doc)
     except TemplateError as error:
         raise ValueError(str(error)) from None
+
+
+def _texts(doc: dict[str, Any], template: str) -> list[str]:
+    """The right texts of a document: several where its value is a list, as in lm-eval. Raises ValueError."""
+    found = _field(doc, template)
+    if isinstance(found, str) and template not in doc and found.startswith("[") and found.endswith("]"):
+        with contextlib.suppress(ValueError, SyntaxError):  # not the list of a document, but text
+            found = ast.literal_eval(found)
+    texts = found if isinstance(found, list) else [found]
+    if not texts or not all(isinstance(one, str | int | float) for one in texts):
+        raise ValueError(f"{found!r} is no text or number, and no list of these")
+    return [str(one) for one in texts]
 
 
 def _choices(doc: dict[str, Any], template: str | None) -> list[str]:

@@ -22,7 +22,7 @@ from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.store.digests import Digests
 
 # Raised when tasks are scored otherwise.
-TASK_SCORING = "2"
+TASK_SCORING = "3"
 
 
 @dataclass(frozen=True, kw_only=True)

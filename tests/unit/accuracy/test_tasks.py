@@ -183,6 +183,30 @@ def test_answers_are_scored_by_an_exact_match(
     assert prompts[0] == Generation(prompt=ids("1+1=", model), max_tokens=5, until=[";"])
 
 
+@pytest.mark.parametrize("target", ["answers", "{{ answers }}"])
+def test_any_of_several_right_answers_will_do(
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    docs = [
+        {"question": "Capital of France?", "answers": ["Paris", "paris"]},
+        {"question": "1+1=", "answers": ["two", 2]},
+        {"question": "2+2=", "answers": ["four", 4]},
+        {"question": "A list?", "answers": "[sic]"},
+    ]
+    monkeypatch.setattr(tasks, "answer", Models(model=Answers(likelihoods=[], texts=["paris", "2", "5", "[sic]"])))
+    (found,) = score_tasks([write(WRITTEN, docs, doc_to_target=target)], model, None, log=tmp_path / "log")
+    assert found.quantized == 0.75
+
+
+@pytest.mark.parametrize("answer", [None, [], [None], {"text": "4"}, ["4", ["four"]]])
+def test_a_right_answer_is_text_a_number_or_a_list_of_these(
+    model: Path, write: Write, tmp_path: Path, answer: Any
+) -> None:
+    task = write(WRITTEN, [{"question": "2+2=", "answer": answer}], doc_to_target="answer")
+    with pytest.raises(InputDataError, match="line 1 does not fit .* is no text or number, and no list of these"):
+        score_tasks([task], model, None, log=tmp_path / "log")
+
+
 def test_a_score_that_has_dropped_too_far_fails_the_gate() -> None:
     score = TaskScore(
         task="colours", metric="acc", documents=4, original=0.75, original_stderr=0.25, quantized=0.5,
