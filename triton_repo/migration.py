@@ -108,14 +108,14 @@ def _row(one: Setting, runtime: str, backend: EngineBackend) -> Row | None:
 def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row | None:
     """The row of a setting that trtpipe has too."""
     value = one.value
+    if value is None:
+        return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why=f"{one.note}; here trtpipe's")
     if name == "serving.max_attention_window_size":
         if len(value) > 1:
             return dataclasses.replace(base, why="all layers have one window")
         value = value[0]
     if name == "serving.triton_max_batch_size" and value < 1:
         return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why="it is the engine's max_batch_size")
-    if value is None:
-        return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why=f"{one.note}; here trtpipe's")
     group, _, field = name.partition(".")
     ours = getattr({"build": BuildConfig, "serving": ServingConfig}[group](), field)
     if name == "serving.kv_cache_host_memory_bytes":

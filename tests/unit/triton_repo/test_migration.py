@@ -132,6 +132,7 @@ ROWS: list[tuple[str, str | Change, str, Verdict, object, str]] = [
     ("max_attention_window_size", "64", LLM, CARRIED, 64, ""),
     ("max_attention_window_size", "64,128", LLM, LOST, None, "one window"),
     ("max_attention_window_size", "64", VLLM, LOST, None, "config.json"),
+    ("max_attention_window_size", "64;128", LLM, CHANGED, None, "'64;128' cannot be read"),
     ("sink_token_length", "4", VLLM, LOST, None, "only engines"),
     ("kv_cache_host_memory_bytes", "0", VLLM, UNUSED, None, "default"),
     ("kv_cache_host_memory_bytes", "1024", LLM, CARRIED, 1024, ""),
