@@ -257,13 +257,22 @@ def _of_other_machines(store: Store) -> Iterator[Server]:
                 yield server
 
 
-def starting(store: Store, name: str) -> AbstractContextManager[None]:
-    """Hold the server's name while it is started. Raises HostError while another command does: the two would replace
-    each other's files."""
-    return store.alone(
+@contextlib.contextmanager
+def starting(store: Store, name: str) -> Iterator[None]:
+    """Hold the server's name while it is started. Raises HostError while another command does, and where a server of
+    another machine has the name: the two would replace each other's files."""
+    with store.alone(
         f"serve-{name}",
         HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"),
-    )
+    ):
+        for server in _of_other_machines(store):
+            if server.name == name:
+                record = store.home / "servers" / f"{name}.json"
+                raise HostError(
+                    f"{name} is already served on {server.machine}, which shares the store",
+                    remedy=f"run `trtpipe stop {name}` on it first, or remove {record} if that machine is gone",
+                )
+        yield
 
 
 def remember(store: Store, server: Server) -> None:

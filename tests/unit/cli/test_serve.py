@@ -23,7 +23,7 @@ from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.serving import model_control, ports, triton_package, tritonserver
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
-from trtpipe.pipeline.serving.servers import find_running, running
+from trtpipe.pipeline.serving.servers import find_running, running, starting
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -193,7 +193,15 @@ def test_a_server_of_another_machine_that_shares_the_store_is_named(store: Store
         "no server named 'a' is running: a was started on gpu-7, which shares the store; "
         f"give the command on gpu-7, or remove {record} if that machine is gone"
     )
+    with pytest.raises(HostError) as caught, starting(store, "a"):
+        pass
+    assert str(caught.value) == (
+        "a is already served on gpu-7, which shares the store; "
+        f"run `trtpipe stop a` on it first, or remove {record} if that machine is gone"
+    )
     assert record.exists()
+    with starting(store, "b"):
+        pass
 
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
