@@ -229,7 +229,7 @@ def _values(
             "max_batch_size": batch,
             "inputs": tensors.POSTPROCESSING_INPUTS,
             "outputs": tensors.POSTPROCESSING_OUTPUTS,
-            "parameters": {**text_parameters, **skip, **watching},
+            "parameters": {**text_parameters, **skip, **watching, "decoupled": _boolean(serving.decoupled)},
             "instance_count": POSTPROCESSING_INSTANCES,
         },
         "ensemble": {"name": "ensemble", **(script_ensemble if serving.ensemble == "script" else graph)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +98,14 @@ def test_nvidia_s_backend_tells_no_end_but_an_empty_one(postprocessing: Any, tok
     assert piece(postprocessing, ids[:4]) == "hi �"
 
 
+def test_an_answer_of_one_response_leaves_nothing_to_the_next_of_its_id(repository: Path, tokenizer: Tokenizer) -> None:
+    parameters = {"tensorrt_llm_model_name": "tensorrt_llm", "decoupled": "false"}
+    model = started(TEMPLATES / "postprocessing" / "model.py", repository, parameters)
+    cut, paris = tokenizer.encode("hi 😀").ids[:-1], tokenizer.encode("Paris").ids
+    assert [piece(model, ids, "same") for ids in (cut, paris)] == ["hi �", "Paris"]
+    assert model.streams == {}
+
+
 def test_a_client_that_leaves_ends_its_own_request_alone(
     postprocessing: Any, tokenizer: Tokenizer, models: dict[str, Any]
 ) -> None:
@@ -118,6 +128,30 @@ def test_a_client_that_leaves_ends_its_own_request_alone(
 def backend() -> Any:
     doubles = SimpleNamespace(Engine=None, InFlight=None)
     return load(BACKEND / "model.py", trtpipe_engine=doubles, trtpipe_in_flight=doubles)
+
+
+@pytest.mark.parametrize("text", ["", " ", "${of_the_template}"])
+def test_a_parameter_without_a_value_is_its_default(backend: Any, tmp_path: Path, text: str) -> None:
+    names = (
+        "cancellation_check_period_ms", "stats_check_period_ms", "kv_cache_free_gpu_mem_fraction", "lora_prefetch_dir",
+        "batch_scheduler_policy", "guided_decoding_backend", "max_tokens_in_paged_kv_cache", "sink_token_length",
+    )  # fmt: skip
+    parameters = {**dict.fromkeys(names, text), "gpt_model_path": "engine"}
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    args = {"model_config": json.dumps(config), "model_repository": str(tmp_path / "it")}
+    model = backend.TritonPythonModel()
+    with pytest.raises(python_backend.TritonModelException, match=r"gpt_model_path 'engine' holds no engine"):
+        model.initialize(args)
+    assert model.cancel_period == 0.1
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "config.json").write_text("{}")
+    (tmp_path / "engine" / "passport.json").write_text('{"sm": 90, "runtime": "reference"}')
+    backend.Engine = lambda folder, options: options
+    options, _ = backend._engine(parameters, args["model_repository"], 0)
+    assert options == {
+        "policy": "guaranteed_no_evict", "enable_kv_cache_reuse": True, "enable_chunked_context": False,
+        "stats_check_period_ms": 100,
+    }  # fmt: skip
 
 
 def ready(backend: Any) -> Any:
@@ -269,3 +303,46 @@ def test_a_stop_word_that_stands_in_the_prompt_does_not_end_the_answer(
     assert asked == [[[True]]]
     assert [sent.tensors["text_output"].as_numpy()[0].decode() for sent in request.sent] == texts
     assert request.final
+
+
+@pytest.fixture
+def llm_api() -> Any:
+    """The LLM API's model, in front of an engine that the test gives."""
+    model = load(TEMPLATES / "llmapi" / "model.py").TritonPythonModel()
+    vars(model).update(decoupled=True, max_queue_size=0, answering=0, running=collections.defaultdict(set))
+    return model
+
+
+def test_a_stop_ends_every_request_of_its_id_that_still_runs(llm_api: Any) -> None:
+    done = asyncio.Event()
+
+    async def generate(request: InferenceRequest, sender: InferenceRequest) -> None:
+        await (done.wait() if request is first else asyncio.sleep(60))
+
+    async def serve() -> None:
+        tasks = [asyncio.create_task(llm_api._serve(one, one)) for one in (first, second, third, other)]
+        await asyncio.sleep(0)
+        done.set()
+        await tasks[0]
+        await llm_api._serve(stop, stop)
+        await asyncio.wait(tasks[1:3], timeout=10)
+        assert [len(llm_api.running[name]) for name in ("same", "other")] == [0, 1]
+        tasks[3].cancel()
+        await tasks[3]
+
+    first, second, third = (InferenceRequest(request_id="same") for _ in range(3))
+    other = InferenceRequest(request_id="other")
+    stop = InferenceRequest([Tensor("stop", np.array([[True]]))], request_id="same")
+    llm_api._generate = generate
+    asyncio.run(serve())
+    errors = [sent.error() for one in (second, third) for sent in one.sent]
+    assert [error and error.code() for error in errors] == [TritonError.CANCELLED] * 2
+    assert (first.sent, stop.final, llm_api.answering) == ([], True, 0)
+
+
+def test_the_llm_api_answers_one_prompt_a_request_and_refuses_several(llm_api: Any) -> None:
+    request = InferenceRequest([Tensor("text_input", np.array([b"one", b"two"], object))])
+    asyncio.run(llm_api._serve(request, request))
+    error = request.sent[0].error()
+    assert error is not None
+    assert (error.message(), error.code()) == ("text_input must hold exactly one prompt", TritonError.INVALID_ARG)

@@ -64,13 +64,13 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         for name in UNSUPPORTED_PARAMETERS:
-            if parameters.get(name) and "${" not in parameters[name]:
+            if _given(parameters, name):
                 raise pb_utils.TritonModelException(f"parameter {name} is not supported by the reference runtime")
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self.exclude_input = _boolean(parameters, "exclude_input_in_output", False)
         self.normalize_log_probs = _boolean(parameters, "normalize_log_probs", True)
         self.logits_dtype = np.float32
-        self.cancel_period = int(parameters.get("cancellation_check_period_ms", 100)) / 1000
+        self.cancel_period = int(_given(parameters, "cancellation_check_period_ms", "100")) / 1000
         policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
         self.max_queue_size = int(policy.get("max_queue_size", 0))
         self.engine, passport = _engine(parameters, args["model_repository"], self.max_queue_size)
@@ -534,19 +534,19 @@ def _engine(parameters, model_repository, max_queue_size):
     if not path or not (folder / "config.json").is_file():
         raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {folder})")
     options = {
-        "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
+        "policy": _given(parameters, "batch_scheduler_policy", "guaranteed_no_evict"),
         "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
         "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
-        "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
+        "stats_check_period_ms": int(_given(parameters, "stats_check_period_ms", "100")),
     }
-    if parameters.get("guided_decoding_backend"):
+    if _given(parameters, "guided_decoding_backend"):
         options["guided_decoding"] = _guided_decoding(parameters, Path(model_repository).parent)
     tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
     if tokens.isdigit():
         options["kv_cache_tokens"] = int(tokens)
-    if parameters.get("kv_cache_free_gpu_mem_fraction"):
+    if _given(parameters, "kv_cache_free_gpu_mem_fraction"):
         options["kv_cache_free_gpu_mem_fraction"] = float(parameters["kv_cache_free_gpu_mem_fraction"])
-    if parameters.get("lora_prefetch_dir"):
+    if _given(parameters, "lora_prefetch_dir"):
         # Not only at the start: the engine process looks into the folder at each request that names an adapter.
         options["adapters"] = str(Path(model_repository).parent / parameters["lora_prefetch_dir"])
     passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
@@ -650,6 +650,12 @@ def _scalar(request, name, default, row=0):
     flat = array.reshape(-1)
     value = flat[min(row, len(flat) - 1)]
     return value.item() if hasattr(value, "item") else value  # a text is no number of numpy's
+
+
+def _given(parameters, name, default=""):
+    """A parameter's text; the default for an empty one and for a placeholder of NVIDIA's templates."""
+    text = parameters.get(name, "")
+    return text if text.strip() and "${" not in text else default
 
 
 def _boolean(parameters, name, default):

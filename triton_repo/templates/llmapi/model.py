@@ -7,6 +7,7 @@ request; `execute` only hands them over. What is served, and how, is in model.ya
 """
 
 import asyncio
+import collections
 import contextlib
 import ctypes
 import json
@@ -107,7 +108,7 @@ class TritonPythonModel:
         self.llm = LLM(**settings)
         self.metrics = _Metrics(args["model_name"], args["model_version"])
         self.answering = 0
-        self.running = {}  # request id -> task, for those that have one
+        self.running = collections.defaultdict(set)  # request id -> tasks of the requests that have it
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -133,15 +134,16 @@ class TritonPythonModel:
                 reason = f"Maximum queue size of {self.max_queue_size} has been reached, please try again later"
                 _fail(sender, reason, pb_utils.TritonError.UNAVAILABLE)
                 return
-            identity = request.request_id()
-            if identity:
-                self.running[identity] = asyncio.current_task()
+            identity, task = request.request_id(), asyncio.current_task()
+            self.running[identity].add(task)
             self.answering += 1
             try:
                 await self._generate(request, sender)
             finally:
                 self.answering -= 1
-                self.running.pop(identity, None)
+                self.running[identity].discard(task)
+                if not self.running[identity]:
+                    del self.running[identity]
         except asyncio.CancelledError:
             _fail(sender, "the request was stopped", pb_utils.TritonError.CANCELLED)
         except ValueError as error:
@@ -150,12 +152,11 @@ class TritonPythonModel:
             _fail(sender, str(error) or type(error).__name__)
 
     def _stop(self, request, sender):
-        """A request whose `stop` is true ends the one of the same id."""
+        """A request whose `stop` is true ends all of the same id."""
         identity = request.request_id()
         if not identity:
             raise ValueError("Trying to stop a request but request ID is not provided")
-        task = self.running.get(identity)
-        if task is not None:
+        for task in self.running.get(identity, ()):
             task.cancel()
         sender.send(pb_utils.InferenceResponse([_texts("text_output", [""])]), flags=FINAL)
 
@@ -337,10 +338,14 @@ def _adapters(folder):
 
 def _prompt(request):
     """A text, or a list of token ids."""
-    ids, text = _array(request, "input_ids"), _value(request, "text_input")
+    ids, text = _array(request, "input_ids"), _array(request, "text_input")
     if (ids is None) == (text is None):
         raise ValueError("give text_input or input_ids")
-    return text.decode("utf-8") if ids is None else ids.tolist()
+    if ids is not None:
+        return ids.tolist()
+    if text.size != 1:
+        raise ValueError("text_input must hold exactly one prompt")
+    return text[0].decode("utf-8")
 
 
 def _tensors(request, wanted, prompt, output, new):

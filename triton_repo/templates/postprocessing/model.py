@@ -3,7 +3,8 @@
 A streamed answer arrives as many small requests. Those of one answer carry its request's key, and the last one says
 so: the text is continued exactly where it stopped, with spaces and characters that span tokens, and is whole at the
 end. NVIDIA's C++ backend tells neither. There the client's request id stands for the key, and only an empty response
-is known to be a last one; without an id each piece is decoded by itself. Needs a single instance: the state lives here.
+is known to be a last one; without an id, and where no answer is streamed, each response is decoded by itself. Needs a
+single instance: the state lives here.
 
 When the client of a stream goes away this is the one model of an ensemble that is told, and it stops the stream's
 request in the engine, by the same name. With `STOP` another model has it do the same, by the id.
@@ -26,6 +27,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self.tokenizer = text.load_tokenizer(text.resolve_folder(config, "tokenizer_dir", args["model_repository"]))
         self.skip_special_tokens = text.flag(config, "skip_special_tokens", True)
+        self.streaming = text.flag(config, "decoupled", True)  # else each answer is one response
         self.engine = text.parameter(config, "tensorrt_llm_model_name")
         self.cancel_period = int(text.parameter(config, "cancellation_check_period_ms", "100")) / 1000
         self.streams = collections.OrderedDict()  # name of a sequence -> Detokenizer
@@ -100,7 +102,7 @@ class TritonPythonModel:
 
         last  whether it is the sequence's last response; None where the backend does not tell
         """
-        if not name or sequences != 1:
+        if not name or sequences != 1 or not self.streaming:
             return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
         detokenizer = self.streams.pop(name, None) or text.Detokenizer(self.tokenizer, self.skip_special_tokens)
         piece = detokenizer.push(ids)
