@@ -30,6 +30,13 @@ def adapter_fault(name: str) -> RequestRefused:
     return RequestRefused(f"the adapter {name} does not load", remedy="see the server's log")
 
 
+def bias_refusal(bias: FloatArray | None, vocab_size: int) -> str:
+    """Why a request's embedding_bias is refused; "" where it is not."""
+    if bias is None or (bias.shape == (vocab_size,) and bool((bias < np.inf).all())):
+        return ""
+    return f"embedding_bias must be {vocab_size} numbers below infinity, one for each token"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to continue.

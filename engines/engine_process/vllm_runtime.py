@@ -25,6 +25,7 @@ from trtpipe.engines.engine_process.request import (
     Request,
     RequestRefused,
     adapter_fault,
+    bias_refusal,
 )
 from trtpipe.engines.sampling import Guide
 from trtpipe.engines.yaml_input import load_yaml
@@ -97,7 +98,7 @@ class Runtime:
         # vLLM's grammars end in the tokenizer's own end token.
         self._guided = guided_decoding is not None
         self._grammar_end = self._engine.get_tokenizer().eos_token_id if self._guided else None
-        self._vocabulary = self._engine.model_config.get_vocab_size()
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks or 0
         self._blocks = int(blocks)
         self._steps = self._decode_steps = 0
@@ -224,6 +225,8 @@ class Runtime:
             )
         asked = request.sampling
         greedy = not asked.top_k and not asked.top_p
+        if reason := bias_refusal(request.embedding_bias, self._vocab_size):
+            raise RequestRefused(reason)
         bias = None
         if request.embedding_bias is not None:
             bias = {int(i): float(request.embedding_bias[i]) for i in np.flatnonzero(request.embedding_bias)}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.engine_process.request import Request, bias_refusal
 from trtpipe.engines.files import size_text
 from trtpipe.engines.reference.grammars import guide_refusal
 from trtpipe.engines.reference.sampling import MAX_TOP_K
@@ -87,7 +85,4 @@ def _sampling_refusal(request: Request, vocab: int) -> str:
             return f"{name} is {value}"
     if request.end_id is not None and not -1 <= request.end_id < vocab:
         return f"end_id {request.end_id} is outside the vocabulary of {vocab}"
-    bias = request.embedding_bias
-    if bias is not None and (bias.shape != (vocab,) or bool(np.isnan(bias).any()) or bool((bias == np.inf).any())):
-        return f"embedding_bias must be {vocab} numbers below infinity, one for each token"
-    return ""
+    return bias_refusal(request.embedding_bias, vocab)

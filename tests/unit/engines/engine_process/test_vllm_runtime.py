@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trtpipe.engines.engine_process.request import Request, RequestRefused
@@ -63,3 +65,16 @@ def test_tokens_behind_a_stop_word_are_not_in_the_sum_of_log_probabilities() -> 
     output = running.take(reply([3, 5, 6, 7]))
     assert (output.tokens, output.log_probs, output.cum_log_prob) == ([3, 5], [-3.0, -5.0], -8.0)
     assert output.finish == "stop_words"
+
+
+def test_a_bias_has_a_number_for_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: given))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    runtime: Any = object.__new__(Runtime)
+    vars(runtime).update(_max_seq_len=64, _vocab_size=4, _guided=False)
+    whole = np.array([0, 2, 0, -np.inf], np.float32)
+    assert runtime._sampling(request(embedding_bias=whole))["logit_bias"] == {1: 2.0, 3: -np.inf}
+    for wrong in (whole[:3], np.append(whole, whole), np.array([0, np.nan, 0, 0]), np.array([0, np.inf, 0, 0])):
+        with pytest.raises(RequestRefused, match=r"^embedding_bias must be 4 numbers below infinity, one for each t"):
+            runtime._sampling(request(embedding_bias=wrong))
