@@ -39,6 +39,7 @@ STEP_SECONDS, ALL_SECONDS, TOKEN_SECONDS = 0.1, 1.0, 0.001
 
 TOO_SLOW = "guided_decoding_guide: its grammar takes too long to follow; make it less ambiguous"
 DEAD_END = "guided_decoding_guide: its grammar allows no token here, so no answer can be complete"
+NOT_COMPILED = "guided_decoding_guide: its grammar was not compiled; the server's log says why"
 
 
 def guide_refusal(guide: Guide) -> str:
@@ -91,7 +92,10 @@ class Grammars:
         return found
 
     def _made(self, guide: Guide) -> tuple[xgrammar.CompiledGrammar | RequestRefused, int]:
-        """The compiled grammar, or the refusal of the guide; and the bytes that it counts as in the cache."""
+        """The compiled grammar, or the refusal of the guide; and the bytes that it counts as in the cache.
+
+        Raises RequestRefused for a guide whose compilation was ended.
+        """
         from trtpipe.engines.reference.grammar_process import COMPILED, MEMORY_BYTES
 
         reply = self._ask(guide)
@@ -101,12 +105,16 @@ class Grammars:
             text = reply[len(COMPILED) :].decode()
             grammar = xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
             return grammar, max(grammar.memory_size_bytes, LEAST_BYTES)
-        limits = f"it takes more than {SECONDS} s of processor time or {MEMORY_BYTES >> 20} MB of memory to compile"
-        reason = " ".join(reply[1:].decode().split()) or limits
-        return RequestRefused(f"guided_decoding_guide: this {_NAMES[guide.kind]} cannot be used: {reason}"), LEAST_BYTES
+        refusal = f"guided_decoding_guide: this {_NAMES[guide.kind]} cannot be used: "
+        reason = " ".join(reply[1:].decode().split())
+        if not reason:
+            # Not cached: where the machine lacked memory, or the process was killed, another attempt may succeed.
+            limits = f"more than {SECONDS} s of processor time or {MEMORY_BYTES >> 20} MB of memory"
+            raise RequestRefused(f"{refusal}it takes {limits} to compile")
+        return RequestRefused(refusal + reason), LEAST_BYTES
 
     def _ask(self, guide: Guide) -> bytes:
-        """The reply of the process that compiles the guide; empty when the kernel has ended it at a limit."""
+        """The reply of the process that compiles the guide; empty when it was ended, as the kernel does at a limit."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:

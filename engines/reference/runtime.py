@@ -6,6 +6,7 @@ with PyTorch. A request passes through `admission`, `scheduler`, the model and `
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -24,7 +25,7 @@ from trtpipe.engines.reference.devices import find_device
 from trtpipe.engines.reference.drawing import Drawn, draw
 from trtpipe.engines.reference.engine_config import compute_type, read_engine_config
 from trtpipe.engines.reference.flight import Flight
-from trtpipe.engines.reference.grammars import Follower, Grammars
+from trtpipe.engines.reference.grammars import NOT_COMPILED, Follower, Grammars
 from trtpipe.engines.reference.loading import load_models
 from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
 from trtpipe.engines.reference.served_adapters import ServedAdapters
@@ -204,17 +205,19 @@ class Runtime:
         return output
 
     def _take_compiled(self) -> list[Output]:
-        """Queue the requests whose grammars are compiled; the last outputs of those whose grammars are none."""
+        """Queue the requests whose grammars are compiled; the last outputs of those whose grammars cannot be."""
         if self._compiling and not self._scheduler.has_work:
             wait([future for _, future in self._compiling.values()], COMPILING_SECONDS, FIRST_COMPLETED)
         refused: list[Output] = []
         for request, future in [entry for entry in self._compiling.values() if entry[1].done()]:
             del self._compiling[request.id]
-            error = future.exception()
-            if isinstance(error, RequestRefused):
-                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=str(error)))
-            else:
+            try:
                 self._start(request, Follower(future.result(), request))
+            except RequestRefused as error:
+                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=str(error)))
+            except Exception as error:  # one request's grammar must not end the engine
+                print(f"{NOT_COMPILED}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=NOT_COMPILED, failed=True))
         return refused
 
     def close(self) -> None:

@@ -324,3 +324,31 @@ def test_a_compiling_process_that_was_just_killed_is_started_again(
     monkeypatch.setattr(killed, "poll", lambda: None)  # as a moment before
     assert compiling.compile(Guide("regex", "[ab]y")).result().memory_size_bytes > 0
     assert compiling._process is not killed
+
+
+def test_a_grammar_whose_compilation_was_ended_is_compiled_for_the_next_request(
+    compiling: grammars.Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Guide("regex", "[ab]z")
+    with monkeypatch.context() as killed:
+        killed.setattr(compiling, "_ask", lambda guide: b"")
+        with pytest.raises(RequestRefused, match=r"takes more than 10 s of processor time or 1024 MB of memory"):
+            compiling.compile(guide).result()
+    assert compiling.compile(guide).result().memory_size_bytes > 0
+
+
+def test_a_grammar_that_does_not_arrive_whole_fails_its_own_request_alone(
+    runtime: Runtime, compiling: grammars.Grammars, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_process(guide: Guide) -> bytes:
+        raise OSError(12, "Cannot allocate memory")
+
+    free = Request(id="free", prompt=(5, 6, 7), max_tokens=3)
+    for number, ask in enumerate((lambda guide: b'\1{"cut": [1,', no_process)):
+        monkeypatch.setattr(compiling, "_ask", ask)
+        seen = run(runtime, request(number, "regex", "[ab]w"), free)
+        assert [(output.finish, output.failed, output.refusal) for output in seen[number]] == [
+            ("refused", True, "guided_decoding_guide: its grammar was not compiled; the server's log says why")
+        ]
+        assert [output.finish for output in seen["free"]] == [None, None, "length"]
+    assert "was not compiled; the server's log says why: OSError: [Errno 12] Cannot allocate" in capfd.readouterr().err
