@@ -62,6 +62,17 @@ def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
         _control(endpoints, name, "load", log)
 
 
+def ready(endpoints: Endpoints, name: str) -> bool:
+    """Whether a model takes requests."""
+    import httpx
+
+    try:
+        with http_client(READY_SECONDS) as client:
+            return client.get(f"{endpoints.http_url}/v2/models/{name}/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def unload_model(endpoints: Endpoints, name: str, log: Path) -> None:
     """Take a model out of service: it counts as not ready at once. Raises StageFailed."""
     _control(endpoints, name, "unload", log)

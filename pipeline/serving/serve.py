@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -62,11 +63,13 @@ from trtpipe.pipeline.serving.repositories import (
 from trtpipe.pipeline.serving.servers import (
     Served,
     Server,
+    as_recorded,
     end_watcher,
     find_running,
     forget,
     none_running,
     recorded,
+    reloading,
     remember,
     running,
     starting,
@@ -85,9 +88,10 @@ START_CRASH = "boost::interprocess::lock_exception"
 
 def launch(
     targets: Sequence[Found], store: Store, options: LaunchOptions, note: Callable[[str], None],
-    show: Show = lambda stage, detail: None,
+    show: Show = lambda stage, detail: None, *, again: bool = False,
 ) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
-    """Start one server for the repositories of `targets`; return when each has answered a request.
+    """Start one server for the repositories of `targets`; return when each has answered a request. `again` where it
+    has ended by itself: it then keeps the adapters that were added to it.
 
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
@@ -114,6 +118,8 @@ def launch(
                 raise HostError(
                     f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
                 )
+        if not again:
+            shutil.rmtree(adapters.added_folder(store.home / "servers" / name), ignore_errors=True)
         return _launch(name, targets, passports, kind, store, options, note, show)
 
 
@@ -141,7 +147,6 @@ def _launch(
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
-    shutil.rmtree(adapters.added_folder(folder), ignore_errors=True)
     models = lay_out_models(served, folder)
     if len(targets) > 1:
         _check_together(models, passport, note)
@@ -328,11 +333,15 @@ def reload(
     that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
     loaded.
 
-    Raises InputDataError for a repository that would not load, ArtefactRefused for an engine of another kind,
-    StageFailed with the server's message when a model does not load: the server then keeps what it has, and so it does
-    at a Ctrl-C.
+    Raises HostError while another command reloads that server, InputDataError for a repository that would not load,
+    ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not load: the
+    server then keeps what it has, and so it does at a Ctrl-C.
     """
-    server = find_running(store, name)
+    with reloading(store, find_running(store, name).name):
+        return _reload(store, find_running(store, name), target, allow_model_code=allow_model_code)
+
+
+def _reload(store: Store, server: Server, target: str | None, *, allow_model_code: bool) -> tuple[Server, list[Served]]:
     if server.native:
         raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
     if target is None:
@@ -354,59 +363,89 @@ def reload(
         if (now := fresh.get(one.name)) else one
         for one in server.served
     )  # fmt: skip
-    renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]
     folder = store.home / "servers" / server.name
     stale = list((folder / "linked").iterdir())
-    _load_instead(server, renewed, loaded, folder)
+    _load_instead(store, server, served, loaded, folder)
+    renewed = replace(as_recorded(store, server), served=served)
     remember(store, renewed)
     for left in stale:
         shutil.rmtree(left)
     return renewed, loaded
 
 
-def _load_instead(server: Server, renewed: Server, loaded: Sequence[Served], folder: Path) -> None:
-    """Load the models of `loaded`, part of `renewed`, into a running server, and let its gateway serve them. Raises
+def _load_instead(
+    store: Store, server: Server, served: tuple[Served, ...], loaded: Sequence[Served], folder: Path
+) -> None:
+    """Load the models of `loaded`, part of `served`, into a running server, and let its gateway serve them. Raises
     StageFailed, or the gateway's error; the server is as before then, and after an interrupt too, unless the error says
-    that it did not take back its models."""
-    gateway, asked = server.gateway_pid, False
+    that it did not take back its models, or that it has ended."""
+    renewed = replace(server, served=served)
+    gateway: int | None = None
     models = _gateway_models(renewed, folder)
     before = {link.name: link.readlink() for link in (folder / "models").iterdir()}
-    wanted = _models_of(renewed.served, folder)
+    wanted = _models_of(served, folder)
+    begin = server_log.size(server.log)
     changed: list[str] = []
     try:
         _link(wanted, folder)
         for one in loaded:
             names = [one.model(name) for name in model_names(one.repository)]
             changed += names  # at once: the load of an ensemble loads its parts
-            for name in names:
-                try:
-                    model_control.load_models(server.endpoints, [name], server.log)
-                except StageFailed:
-                    changed.remove(name)  # it goes on as it was
-                    raise
+            model_control.load_models(server.endpoints, names, server.log)
             smoke(renewed, one)
-        if gateway is not None and gateway_process.alive(gateway):
-            asked = True
+        for name in sorted(before.keys() - wanted):
+            changed.append(name)
+            model_control.unload_model(server.endpoints, name, server.log)
+        now = as_recorded(store, server)  # the watchdog may have started the gateway again
+        if now.gateway_pid is not None and gateway_process.alive(now.gateway_pid):
+            gateway = now.gateway_pid
             gateway_process.reload(gateway, models, _gateway_log(server))
     except BaseException as error:
         _link(before, folder)
-        lost = []
-        for name in [name for name in changed if name in before]:
-            try:
-                for version in before[name].glob("[0-9]*"):
-                    os.utime(version)  # Triton loads only what is newer than what it has
-                model_control.load_models(server.endpoints, [name], server.log)
-            except (OSError, StageFailed) as failure:
-                lost.append(str(failure))
-        if gateway is not None and asked and not isinstance(error, TrtpipeError):  # it may take the new models yet
+        outcomes = server_log.loads(server.log, begin)
+        if not server.alive:
+            raise StageFailed(
+                f"tritonserver of {server.name} ended while it loaded other models", why=str(error),
+                remedy=f"its log is {server.log}; `trtpipe ps` says whether it is started again",
+            ) from error  # fmt: skip
+        # What failed goes on as it was, and there may be no room for a second copy of it.
+        kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}
+        lost = _take_back(server, {name: before[name] for name in changed if name in before and name not in kept})
+        if gateway is not None and not isinstance(error, TrtpipeError):  # it may take the new models yet
             gateway_process.reload(gateway, _gateway_models(server, folder), _gateway_log(server))
+        # An ensemble that does not fit the model that stayed fails before that model's own load is asked for.
+        causes = [
+            StageFailed(f"{name} does not load", why=reason, remedy=f"the server's log is {server.log}")
+            for name, reason in outcomes.items()
+            if reason and isinstance(error, StageFailed)
+        ]
+        cause = causes[0] if causes else error
         if lost:
             raise StageFailed(
-                f"{server.name} did not take back its models", why="; ".join([str(error), *lost]),
+                f"{server.name} did not take back its models", why="; ".join([str(cause), *lost]),
                 remedy="stop it, and serve it again",
             ) from error  # fmt: skip
-        raise
+        raise cause from None
+
+
+def _take_back(server: Server, models: Mapping[str, Path]) -> list[str]:
+    """Load the models of these folders again, which links lead to. Returns what did not succeed."""
+    failures: dict[str, str] = {}
+    for folder in models.values():
+        for version in folder.glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                os.utime(version)  # Triton loads only what is newer than what it has
+    left = list(models)
+    for _ in range(2):  # an ensemble that does not fit one of its parts loads once that part has been loaded
+        failures = {}
+        for name in left:
+            try:
+                model_control.load_models(server.endpoints, [name], server.log)
+            except StageFailed as failure:
+                failures[name] = str(failure)
+        left = list(failures)
+    return list(failures.values())
 
 
 def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:

@@ -21,6 +21,7 @@ LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']+)' version \d+: [\w ]+: (?:TritonModelException: )?(?P<reason>.*?)(?:\\n|\"?$)",
     re.MULTILINE,
 )
+LOAD_END = re.compile(rf"{LOAD_FAILURE.pattern}|successfully loaded '(?P<loaded>[^']+)'", re.MULTILINE)
 # Last line of a Python traceback, as vLLM and TensorRT-LLM write it: after the process and the place in the source.
 RAISED = re.compile(
     r"^(?:\([^)\n]*\) )?(?:[A-Z]+ [\d:. -]+)?(?:\[[^]\n]*\] )*((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
@@ -37,6 +38,24 @@ def last_start(log: Path) -> int:
         if start >= 0:
             return begin + written.index(b"\n", start) + 1
     return 0
+
+
+def size(log: Path) -> int:
+    """Bytes of a log; 0 where there is none."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def loads(log: Path, begin: int) -> dict[str, str]:
+    """Models that the server has loaded or failed to load since byte `begin` of its log, in the order of their last
+    outcome, each with the reason of a failure, or ""."""
+    out: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
+        for found in LOAD_END.finditer(text):
+            name = found["loaded"] or found["model"]
+            out.pop(name, None)
+            out[name] = (found["reason"] or "").strip()
+    return out
 
 
 class Loading:

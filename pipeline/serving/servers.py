@@ -275,6 +275,19 @@ def starting(store: Store, name: str) -> Iterator[None]:
         yield
 
 
+def reloading(store: Store, name: str) -> AbstractContextManager[None]:
+    """Hold the server's name while its models are replaced. Raises HostError while another command does."""
+    return store.alone(
+        f"reload-{name}",
+        HostError(f"{name} is being reloaded by another command", remedy="wait until that has ended"),
+    )
+
+
+def as_recorded(store: Store, server: Server) -> Server:
+    """The server as its record has it now: `reload` may have changed what it serves, its watchdog its processes."""
+    return next((one for one in running(store) if one.name == server.name), server)
+
+
 def remember(store: Store, server: Server) -> None:
     path = store.home / "servers" / f"{server.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

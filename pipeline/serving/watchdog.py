@@ -27,7 +27,7 @@ from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.repositories import Found
 from trtpipe.pipeline.serving.serve import end, launch, start_gateway_again
-from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
+from trtpipe.pipeline.serving.servers import Server, as_recorded, backends_folder, bury, clean_up, forget, remember
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 
@@ -73,7 +73,7 @@ def attend(
                 if how is not None:
                     note(f"the gateway has ended ({how}); starting it again")
                     _count_death(deaths, "the gateway", server)
-                    server = start_gateway_again(_as_recorded(server, store), store, options)
+                    server = start_gateway_again(as_recorded(store, server), store, options)
                     remember(store, server)
                     note(f"the gateway answers again at {server.gateway_url}")
                 died = stubs.died()
@@ -190,26 +190,21 @@ def _start_again(
     server: Server, store: Store, options: LaunchOptions, note: Callable[[str], None]
 ) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start an ended server again at its old ports; its gateway continues, unless it has ended as well."""
-    server = _as_recorded(server, store)
+    server = as_recorded(store, server)
     tritonserver.end(server.pid, server.program)
     clean_up(store, server)
     kept = server.gateway_pid is not None and gateway_process.alive(server.gateway_pid)
     openai = None if kept or server.gateway_url is None else int(server.gateway_url.rpartition(":")[2])
     points = server.endpoints
-    again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
+    at_its_ports = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
     started, process = launch(
-        [Found(one.name, one.repository, one.source) for one in server.served], store, again, note
+        [Found(one.name, one.repository, one.source) for one in server.served], store, at_its_ports, note, again=True
     )
     if kept:
         started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url, keyed=server.keyed)
     started = replace(started, watcher=os.getpid())
     remember(store, started)
     return started, process
-
-
-def _as_recorded(server: Server, store: Store) -> Server:
-    """The server as its record has it: `reload` may have changed what it serves."""
-    return next((one for one in running(store) if one.name == server.name), server)
 
 
 def _ended(status: int, server: Server) -> StageFailed:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Cli, Served
+from tests.e2e.conftest import Cli, Served, until
 from tests.support.adapters import write_adapter
 from tests.support.factories import hf_folder
+from trtpipe.pipeline.serving import servers
+from trtpipe.pipeline.store.store import Store
 
 pytestmark = pytest.mark.real
 
@@ -26,9 +31,9 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
     template = model / "chat_template.jinja"
     adapter = write_adapter(tmp_path / "first", model)
 
-    def build(content: str, length: int, *more: str) -> None:
+    def build(content: str, length: int, *more: str, batch: int = 4) -> None:
         template.write_text("{% for m in messages %}" + content + "{% endfor %}")
-        settings = ("max_batch_size=4", "max_input_len=32", "max_num_tokens=32", f"max_seq_len={length}")
+        settings = (f"max_batch_size={batch}", "max_input_len=32", "max_num_tokens=32", f"max_seq_len={length}")
         words = [word for setting in settings for word in ("--set", f"build.{setting}")]
         cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *words, *more)
 
@@ -48,7 +53,7 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
 
     here = ("--server", TARGET)
     build("{{ m.content }}", 96)
-    served = serve(TARGET)
+    served = serve(TARGET, "--restart", "1")
     try:
         before = answered(TARGET)
         assert before["total_tokens"] == 96
@@ -73,12 +78,21 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         build("{{ m.content }}", 64, "--lora", f"small={adapter}")
         cli.ok("lora", "remove", "wide", *here)
         recorded, tokens = cli.ok("ps", "--json").out, prompt_tokens()
-        refused = cli.run("reload", str(with_an_engine_that_does_not_load(cli, tmp_path)), *here)
-        assert (refused.status, "tensorrt_llm does not load" in refused.err) == (5, True), refused.err
-        assert models() == [TARGET, f"{TARGET}:first", f"{TARGET}:small"]
-        assert answered(f"{TARGET}:small") == answered(TARGET) == after
-        assert (cli.ok("ps", "--json").out, prompt_tokens()) == (recorded, tokens)
+        for batch in (4, 2, 8):  # an ensemble's batches may not be larger than those of its models
+            build("{{ m.content }}", 64, "--lora", f"small={adapter}", batch=batch)
+            refused = cli.run("reload", str(with_an_engine_that_does_not_load(cli, tmp_path / str(batch))), *here)
+            assert (refused.status, refused.err.split(": ")[1]) == (5, "tensorrt_llm does not load"), refused.err
+            assert models() == [TARGET, f"{TARGET}:first", f"{TARGET}:small"]
+            assert answered(f"{TARGET}:small") == answered(TARGET) == after
+            assert (cli.ok("ps", "--json").out, prompt_tokens()) == (recorded, tokens)
+        with servers.reloading(Store(cli.home), TARGET):
+            refused = cli.run("reload", *here)
+        assert (refused.status, "is being reloaded by another command" in refused.err) == (4, True), refused.err
+        os.kill(served.pid, signal.SIGKILL)
+        assert until(lambda: cli.ok("ps", "--json").out not in ("[]\n", recorded) and answers(served.http), 120)
+        assert answered(f"{TARGET}:small") == after  # what was added to a server is there when it is started again
         cli.ok("reload", *here)
+        assert httpx.get(f"{served.http}/v2/models/ensemble/config", timeout=60).json()["max_batch_size"] == 8
         assert models() == [TARGET, f"{TARGET}:small"]
         assert answered(f"{TARGET}:small") == before | {
             "total_tokens": 64,
@@ -86,6 +100,12 @@ def test_the_gateway_takes_what_a_rebuild_changed(cli: Cli, serve: Callable[...,
         }
     finally:
         cli.kill_server(TARGET)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v2/health/ready", timeout=60).status_code == 200
+    return False
 
 
 def with_an_engine_that_does_not_load(cli: Cli, folder: Path) -> Path:

@@ -85,6 +85,23 @@ def test_why_a_server_ended_is_read_from_its_log(tmp_path: Path, log: str, reaso
     assert failure(path) == reason
 
 
+def test_the_last_outcome_of_each_load_counts(tmp_path: Path) -> None:
+    def failed(name: str) -> str:
+        return f"E0101 00:00:00.0 1 a.cc:6] \"failed to load '{name}' version 1: Internal: no room for {name}\"\n"
+
+    def loaded(name: str) -> str:
+        return f"I0101 00:00:00.0 1 a.cc:8] \"successfully loaded '{name}'\"\n"
+
+    path = tmp_path / "serve.log"
+    path.write_text(failed("before"))
+    begin = server_log.size(path)
+    path.write_text(path.read_text() + loaded("x") + failed("a.y") + failed("z") + failed("x") + loaded("a.y"))
+    assert list(server_log.loads(path, begin).items()) == [
+        ("z", "no room for z"), ("x", "no room for x"), ("a.y", "")
+    ]  # fmt: skip
+    assert server_log.loads(tmp_path / "none.log", server_log.size(tmp_path / "none.log")) == {}
+
+
 def test_only_the_last_start_says_why_a_server_ended(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     path.write_text(LOG + "--- server is started 2026-11-25 10:00:00 ---\nlast words\n")

@@ -324,7 +324,7 @@ def test_a_gateway_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch, t
 
     stubs = SimpleNamespace(wait=wait, died=dict)
     monkeypatch.setattr(watchdog, "Stubs", lambda pid: stubs)
-    monkeypatch.setattr(watchdog, "_as_recorded", lambda server, store: replace(server, keyed=True))
+    monkeypatch.setattr(watchdog, "as_recorded", lambda store, server: replace(server, keyed=True))
     monkeypatch.setattr(watchdog, "start_gateway_again", again)
     monkeypatch.setattr(watchdog, "end", left.append)
     monkeypatch.setattr(gateway_process, "ended", ended.get)
