@@ -1,11 +1,12 @@
-"""Check of the arguments that a program gives against the annotations of the function that takes them."""
+"""The functions of the API: their arguments are checked against their annotations, and their exceptions are ours."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,7 +29,8 @@ EXAMPLES: dict[str, Any] = {
 
 
 def checked(function: _Function) -> _Function:
-    """The function, which then raises UsageError for an argument or option of another kind than its annotation says."""
+    """The function, which then raises UsageError for an argument or option of another kind than its annotation says,
+    and its exceptions are those of `known_errors`."""
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
@@ -41,9 +43,25 @@ def checked(function: _Function) -> _Function:
         for name, value in {**dict(zip(names, given, strict=False)), **named}.items():
             if name in kinds:
                 _check(name, value, ast.parse(kinds[name], mode="eval").body)
-        return function(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
+        with known_errors():
+            return function(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
 
     return cast(_Function, call)
+
+
+@contextlib.contextmanager
+def known_errors() -> Iterator[None]:
+    """Raise the TrtpipeError with which the command would end for another exception of the block, where there is one:
+    HostError for a file that is not there, say."""
+    try:
+        yield
+    except Exception as error:
+        from trtpipe.pipeline.errors import translate
+
+        known = translate(error)
+        if known is None or known is error:
+            raise
+        raise known from error
 
 
 def _plain(value: Any) -> Any:

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from trtpipe.pipeline.api.arguments import checked
+from trtpipe.pipeline.api.arguments import checked, known_errors
 
 if TYPE_CHECKING:
+    import subprocess
+
     from typing_extensions import Unpack
 
     from trtpipe.pipeline.serving.servers import Served, Server
+    from trtpipe.pipeline.store.store import Store
 
 log = logging.getLogger("trtpipe")
 
@@ -193,20 +196,34 @@ def serve(
     from trtpipe.pipeline.serving import serve as serving
     from trtpipe.pipeline.store.store import Store
 
-    store = Store(default_home())
-    names = [target] if target is None or isinstance(target, str | Path) else target
-    if not names:
-        raise UsageError("target is an empty list", remedy="name a target, or leave it out for the newest")
-    found = [repositories.find_repository(None if name is None else str(name)) for name in names]
-    options = launch_options.LaunchOptions(
-        front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
-        openai=openai_port, gpus=None if gpus is None else tuple(gpus),
-        engine_python=None if engine_python is None else str(engine_python), allow_model_code=allow_model_code,
-        drain_s=drain_s,
-    )  # fmt: skip
-    running, process = serving.launch(found, store, options, log.info)
+    # What the block itself raises is the program's.
+    with known_errors():
+        store = Store(default_home())
+        names = [target] if target is None or isinstance(target, str | Path) else target
+        if not names:
+            raise UsageError("target is an empty list", remedy="name a target, or leave it out for the newest")
+        found = [repositories.find_repository(None if name is None else str(name)) for name in names]
+        options = launch_options.LaunchOptions(
+            front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+            openai=openai_port, gpus=None if gpus is None else tuple(gpus),
+            engine_python=None if engine_python is None else str(engine_python), allow_model_code=allow_model_code,
+            drain_s=drain_s,
+        )  # fmt: skip
+        running, process = serving.launch(found, store, options, log.info)
     try:
         yield Client(found[0].name, server=running.name)
     finally:
-        serving.stop(store, running.name)
-        process.wait()
+        with known_errors():
+            _end(store, running, process)
+
+
+def _end(store: Store, server: Server, process: subprocess.Popen[bytes]) -> None:
+    """End this very server, which may have ended, and another one may be served by its name since."""
+    from trtpipe.pipeline.serving import serve as serving
+    from trtpipe.pipeline.serving.servers import recorded
+
+    if (server.name, server.pid) in [(one.name, one.pid) for one in recorded(store)]:
+        serving.stop(store, server.name)
+    elif server.alive:  # its record was removed
+        serving.end(server)
+    process.wait()

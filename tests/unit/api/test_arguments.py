@@ -98,6 +98,19 @@ def test_an_argument_of_a_wrong_kind_is_named(function: Any, arguments: Any, nam
     assert str(error.value) == f"{name} is {value!r}; {remedy}"
 
 
+def test_what_the_system_refuses_is_told_as_the_command_tells_it(in_folder: Path) -> None:
+    long = "x" * 300  # a file's name has 255 characters at most
+    Path("file").touch()
+    for work in (lambda: trtpipe.check(long), lambda: trtpipe.plan(long), lambda: trtpipe.migrate(long, to="vllm")):
+        with pytest.raises(trtpipe.HostError, match=r"File name too long; name another place$") as error:
+            work()
+        assert isinstance(error.value.__cause__, OSError)
+    with pytest.raises(trtpipe.HostError, match=r"^file/run: Not a directory; name another place$"):
+        trtpipe.build(model=hf_folder(in_folder / "tiny"), gpu="cpu", dtype="fp32", folder="file/run")
+    with pytest.raises(trtpipe.HostError, match="File name too long"), trtpipe.serve(long):
+        pass
+
+
 def test_every_function_is_checked_and_every_annotation_is_known() -> None:
     client = (trtpipe.Client.__init__, trtpipe.Client.prompt, trtpipe.Client.stream)
     of_the_api = (getattr(trtpipe, name) for name in trtpipe.__all__)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from trtpipe.pipeline.serving import serve
 from trtpipe.pipeline.serving.engine_python import beside
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.repositories import Found
-from trtpipe.pipeline.serving.servers import Server, recorded
+from trtpipe.pipeline.serving.servers import Server, recorded, remember
 from trtpipe.pipeline.store.store import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
@@ -125,6 +127,28 @@ def test_it_is_ended_with_what_it_started(target: str, python: str) -> None:
         assert found.alive
     assert not found.alive
     assert recorded(Store(default_home())) == []
+
+
+def test_it_may_have_been_ended_before_and_another_of_its_name_goes_on(target: str, python: str) -> None:
+    store = Store(default_home())
+    with trtpipe.serve(target, front="native", engine_python=python):
+        serve.stop(store, None)
+    assert recorded(store) == []
+    with trtpipe.serve(target, front="native", engine_python=python):
+        (found,) = serve.stop(store, None)
+        other = subprocess.Popen(["sleep", "600"])
+        remember(store, replace(found, pid=other.pid, native="sleep"))
+    assert [(one.name, one.pid, one.died) for one in recorded(store)] == [(target, other.pid, None)]
+    serve.stop(store, None)
+    other.wait(10)
+    with (  # noqa: PT012
+        pytest.raises(FileNotFoundError, match="of the program itself"),
+        trtpipe.serve(target, front="native", engine_python=python),
+    ):
+        (found,) = recorded(store)
+        (store.home / "servers" / f"{target}.json").unlink()
+        raise FileNotFoundError(errno.ENOENT, "of the program itself")
+    assert not found.alive
 
 
 def test_a_start_that_fails_tells_the_first_reason(target: str, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
