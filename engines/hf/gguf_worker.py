@@ -2,8 +2,9 @@
 
 Its argument is `{"gguf": FILE, "out": FOLDER}`; it needs torch, transformers and gguf.
 
-The worker corrects two things: it writes rotary settings in both forms, because older readers know only
-`rope_theta`; and it has the tokenizer split a text, begin it and end it as the file says, which transformers ignores.
+The worker corrects what transformers ignores or leaves to the reader: it states the number of KV heads, without which
+the rows of q and k stay in llama.cpp's order; it writes rotary settings in both forms, because older readers know only
+`rope_theta`; and it has the tokenizer split a text, begin it and end it as the file says, with the file's own tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from trtpipe.engines.json_input import load_json
 from trtpipe.engines.process import Progress, serve_worker
 
 DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+# Type of tokens that a text is searched for before it is split, such as <|im_start|>.
+USER_DEFINED = 4
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
@@ -25,7 +28,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
 
     # transformers calls both functions of the package at each use: it reads the vocabulary five times, seconds each,
     # and maps all tensors' names for every module. Caching avoids that.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
+    gguf.GGUFReader = functools.cache(functools.partial(_read, gguf.GGUFReader))  # type: ignore[misc, assignment]
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     source, out = Path(spec["gguf"]), Path(spec["out"])
     _report_reading(source, progress)
@@ -42,6 +45,14 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
     _write_both_rope_spellings(out / "config.json")
     _correct_tokenizer(source, out)
+
+
+def _read(reader: Any, path: Any) -> Any:
+    """The reader of a file, with as many KV heads as heads where it does not state them."""
+    found = reader(path)
+    heads = f"{found.get_field('general.architecture').contents()}.attention.head_count"
+    found.fields.setdefault(f"{heads}_kv", found.get_field(heads))
+    return found
 
 
 def _report_reading(source: Path, progress: Progress) -> None:
@@ -73,7 +84,8 @@ def _write_both_rope_spellings(path: Path) -> None:
 
 
 def _correct_tokenizer(source: Path, out: Path) -> None:
-    """Write the split, the BOS token before a text and the EOS token into the tokenizer's two files."""
+    """Write the split, the user-defined tokens, the BOS token before a text and the EOS token into the tokenizer's two
+    files."""
     import gguf
 
     reader = gguf.GGUFReader(str(source))
@@ -95,9 +107,20 @@ def _correct_tokenizer(source: Path, out: Path) -> None:
         tokenizer["post_processor"] = _begin(bos, text(bos))
     if eos is not None:
         settings.update(eos_token=text(eos), eos_token_id=eos)
+    known = {token["content"] for token in tokenizer["added_tokens"]}
+    defined = [number for number, kind in enumerate(value("token_type", ())) if kind == USER_DEFINED]
+    tokenizer["added_tokens"] += [
+        _added(number, text(number), special=number == eos) for number in defined if text(number) not in known
+    ]
     (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     settings_text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (out / "tokenizer_config.json").write_text(settings_text, encoding="utf-8")
+
+
+def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+    """An entry of `added_tokens` of tokenizer.json; a text is searched for it as it stands."""
+    unread = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, **unread, "special": special}
 
 
 def _begin(number: int, token: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ UNREACHED = re.compile(r"connection broken by '(?:[^|]*(?P<cause>\[Errno -?\d+\]
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 GGUF_READERS = ("transformers", "gguf", "torch")
 # Raised when GGUF files are read into other bytes.
-GGUF_READER = "2"
+GGUF_READER = "3"
 
 
 class Download(Stage):

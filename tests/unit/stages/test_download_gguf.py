@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import CONFIG, gguf_bytes, hf_folder
+from tests.support.factories import CONFIG, GGUF_KEYS, gguf_bytes, hf_folder
 from tests.unit.stages.conftest import WANTED, names, refusal, run
 from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.extras import install_command
@@ -67,7 +67,22 @@ def test_a_model_that_an_earlier_reader_made_is_read_again(tmp_path: Path) -> No
     wanted = wanted_record(DOWNLOAD, spec, {}, Store(tmp_path / "home"))
     last = replace(wanted, tools={name: version for name, version in wanted.tools.items() if name != "gguf_reader"})
     assert last.key != wanted.key
-    assert why(last, wanted) == "tools: gguf_reader None -> 2"
+    assert why(last, wanted) == "tools: gguf_reader None -> 3"
+
+
+@pytest.mark.parametrize(("keys", "kv_heads"), [({}, 4), ({"llama.attention.head_count_kv": 2}, 2)])
+def test_a_file_that_states_no_kv_heads_has_one_for_each_head(
+    tmp_path: Path, keys: dict[str, int], kv_heads: int
+) -> None:
+    import gguf
+
+    stated = {name: GGUF_KEYS[name] for name in ("general.architecture", "llama.attention.head_count")}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(stated | keys, {}))
+    # transformers takes the keys from `fields`, and permutes q and k where it finds both numbers.
+    fields = gguf_import._read(gguf.GGUFReader, path).fields
+    names = ("llama.attention.head_count", "llama.attention.head_count_kv")
+    assert [fields[name].contents() for name in names] == [4, kv_heads]
 
 
 def test_the_bytes_that_the_reader_has_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +126,11 @@ def test_rotary_settings_are_written_in_both_spellings(tmp_path: Path) -> None:
     assert read_model_config(tmp_path) == before
 
 
-def tokenizer_file(path: Path, model: str, pre: str | None, tokens: list[str], **keys: bool) -> Path:
-    """A GGUF file of the keys of a tokenizer whose first tokens are BOS and EOS."""
+def tokenizer_file(
+    path: Path, model: str, pre: str | None, tokens: list[str], *, types: list[int] | None = None, eos: int = 1,
+    **keys: bool,
+) -> Path:  # fmt: skip
+    """A GGUF file of the keys of a tokenizer whose first tokens are BOS and, where `eos` is not another, EOS."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -120,8 +138,10 @@ def tokenizer_file(path: Path, model: str, pre: str | None, tokens: list[str], *
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
+    if types is not None:
+        writer.add_token_types(types)
     writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer.add_eos_token_id(eos)
     for name, value in keys.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
@@ -195,3 +215,23 @@ def test_a_text_begins_and_ends_with_the_tokens_of_the_file(
     assert json.loads((folder / "tokenizer_config.json").read_text()) == {
         "bos_token": "<s>", "eos_token": "</s>", "eos_token_id": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "pre"), [("llama", None), ("gpt2", "llama-bpe")])
+def test_a_text_is_searched_for_the_user_defined_tokens_of_the_file(
+    tmp_path: Path, model: str, pre: str | None
+) -> None:
+    from tokenizers import Tokenizer
+
+    folder = hf_folder(tmp_path / "made")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"] |= {"<|im_start|>": 258, "<|im_end|>": 259}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    source = tokenizer_file(
+        tmp_path / "model.gguf", model, pre, list(raw["model"]["vocab"]), types=[3, 3, *[1] * 256, 4, 4], eos=259
+    )
+    gguf_import._correct_tokenizer(source, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>a<|im_end|>").tokens == ["<s>", "<|im_start|>", "a", "<|im_end|>"]
+    # The end of an answer is no part of its text; other tokens that the user defined are.
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>a<|im_end|>").ids) == "<|im_start|>a"
