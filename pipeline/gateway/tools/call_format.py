@@ -10,6 +10,8 @@ from typing import Any
 # Most characters of an incomplete call that are held back. If such a call turns out not to be one, they become text of
 # the answer. A longer call is sent while the model writes it.
 HELD_CHARACTERS = 512
+# Most characters of a call that is only read when it is complete. A longer one is text.
+MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,22 @@ from typing import Any
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.sampling import WHITE_SPACE
-from trtpipe.pipeline.gateway.tools.call_format import CallFormat, CompleteCalls, Found, NotACall, OpenCall
+from trtpipe.pipeline.gateway.tools.call_format import (
+    MAX_CHARACTERS,
+    CallFormat,
+    CompleteCalls,
+    Found,
+    NotACall,
+    OpenCall,
+)
 from trtpipe.pipeline.gateway.tools.json_text import ValueEnd
 
 # The usual order of the members. An incomplete call is only reported when it has this order.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII)
+# First member of a call in any order, which is only read when it is complete.
+_FIRST = re.compile(
+    r'\{\s*"(?:name"\s*:\s*"([\w-]{1,64})"|(?:arguments|parameters)"\s*:\s*["{]|type"\s*:\s*"function")', re.ASCII
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +50,18 @@ class JsonCalls(CallFormat):
         call = text[start:]
         if not call.startswith("{"):
             return None if not call and not final else NotACall()
+        begun = call[: held or None]
+        head = _HEAD.match(begun)
+        if head is not None and head[1] not in names:
+            head = None
+        if held and head is None and _may_be_a_call(begun, names):
+            held = MAX_CHARACTERS
         end = ValueEnd().find(call[:held])
         if end is not None:
             made = _call(call[:end], names)
             return CompleteCalls((made,), start + end) if made else NotACall()
-        if len(call) > held:
-            head = _HEAD.match(call[: held or None])
-            if head and head[1] in names:
-                return OpenCall(head[1], start + head.end())
+        if head is not None and len(call) > held:
+            return OpenCall(head[1], start + head.end())
         return NotACall() if final or (held and len(call) > held) else None
 
     def structural_tag(self, schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -67,6 +82,12 @@ class JsonCalls(CallFormat):
             begin, end = f"{self.mark}{self.opening}{self.margin}", f"{self.margin}{self.close}"
             trigger, tags = self.mark, [{"begin": begin, "content": one, "end": end}]
         return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags}}
+
+
+def _may_be_a_call(text: str, names: frozenset[str]) -> bool:
+    """Whether an object begins as a call of one of the functions does, in any order of its members."""
+    found = _FIRST.match(text)
+    return found is not None and (found[1] is None or found[1] in names)
 
 
 def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:

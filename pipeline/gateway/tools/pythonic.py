@@ -8,10 +8,8 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from trtpipe.pipeline.gateway.tools.call_format import CallFormat, CompleteCalls, Found, NotACall
+from trtpipe.pipeline.gateway.tools.call_format import MAX_CHARACTERS, CallFormat, CompleteCalls, Found, NotACall
 
-# Most characters of a list: it is only read when it is complete.
-MAX_CHARACTERS = 8192
 _HEAD = re.compile(r"\[\s*([A-Za-z_]\w*)?\s*(\()?", re.ASCII)
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _OUTSIDE = re.compile(r"['\"\[\](){}]")

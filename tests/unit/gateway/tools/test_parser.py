@@ -21,6 +21,7 @@ PARIS = '{"city": "Paris"}'
 LONG = json.dumps({"city": 'a{"[\\' * HELD_CHARACTERS})
 HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
 LLAMA = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+ONE_LONG = [("get_weather", LONG)]
 ONE, TWO = [("get_weather", PARIS)], [("get_weather", PARIS), ("get_time", "{}")]
 
 
@@ -54,7 +55,10 @@ def read(pieces: list[str], use: ToolUse) -> Read:
         ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}', "", ONE),  # no end
         ("hermes", '<tool_call>{"name": "get_time"}</tool_call>', "", [("get_time", "{}")]),
         ("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', "", ONE),
-        ("hermes", HERMES.replace(PARIS, LONG), "", [("get_weather", LONG)]),
+        ("hermes", HERMES.replace(PARIS, LONG), "", ONE_LONG),
+        ("hermes", f'<tool_call>{{"arguments": {LONG}, "name": "get_weather"}}</tool_call>', "", ONE_LONG),
+        ("hermes", f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(LONG)}}}', "", ONE_LONG),
+        ("llama3_json", f'{{"type": "function", "name": "get_weather", "parameters": {LONG}}}', "", ONE_LONG),
         ("llama3_json", LLAMA, "", ONE),
         ("llama3_json", f'{LLAMA}; {{"name": "get_time", "parameters": {{}}}}', "", TWO),
         ("llama3_json", f"I call <|python_tag|>{LLAMA}", "I call", ONE),
@@ -80,6 +84,8 @@ def test_calls(form: str, text: str, content: str, calls: list[tuple[str, str]])
         ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa'),
         ("hermes", '<tool_call>{"name": 5}</tool_call>'),
         ("hermes", f'<tool_call>{{"name": "get_wether", "arguments": {LONG}}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {LONG}, "name": "get_wether"}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {{"city": "{"x" * 8200}"}}, "name": "get_weather"}}</tool_call>'),
         ("hermes", " a < b, <tool"),
         ("hermes", " \n"),
         ("hermes", LLAMA),
@@ -136,10 +142,18 @@ def test_a_long_call_is_sent_while_it_is_made_and_a_required_one_at_once() -> No
     assert read([f'[ {{ "name" :"get_weather", "arguments": {PARIS} }} ]'], use("mistral", required=True)) == ("", ONE)
 
 
+def test_json_that_is_no_call_is_not_held_back_longer() -> None:
+    for begin in ('{"name": "Paris", "text": "', '{"title": "'):
+        parser = CallParser(use("llama3_json"))
+        assert parser.push(begin + "x" * 400) == ""
+        assert parser.push("x" * 400) == begin + "x" * 800
+
+
 PARTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|python_start|>", "[", "]", "{", "}", ";", ",",
     " ", "\n", '"', "\\", "é", "text", HERMES, LLAMA, f"[{LLAMA}]", f'{{"name": "get_weather", "arguments": {LONG}}}',
-    '{"name": "get_time"}', '"name"', '"arguments":', "get_time()", "[get_weather(city='x')]",
+    f'{{"arguments": {LONG}, "name": "get_weather"}}', '{"name": "get_time"}', '"name"', '"arguments":', "get_time()",
+    "[get_weather(city='x')]",
 ]  # fmt: skip
 
 
