@@ -23,14 +23,17 @@ class NoDriver(HostError):
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU: its index, product name, compute capability as in GpuSpec, driver, memory in MiB, and UUID: its own, or
-    that of the MIG slice of it that CUDA_VISIBLE_DEVICES names."""
+    that of the MIG slice of it that CUDA_VISIBLE_DEVICES names.
+
+    The memory is None in a container that has only a slice of it, where nvidia-smi does not tell it.
+    """
 
     index: int
     name: str
     sm: int
     driver: str
-    total_mib: int
-    used_mib: int
+    total_mib: int | None
+    used_mib: int | None
     uuid: str = ""
 
     @property
@@ -110,13 +113,18 @@ def _slices(listing: str) -> list[tuple[int, str]]:
     return out
 
 
+def _mib(word: str) -> int | None:
+    """A size; None for "[N/A]" and "[Insufficient Permissions]"."""
+    return None if word.startswith("[") else int(float(word))
+
+
 def _gpu(line: str) -> Gpu:
     try:
         index, name, capability, driver, total, used, uuid = (word.strip() for word in line.split(","))
         major, _, minor = capability.partition(".")
         return Gpu(
-            index=int(index), name=name, sm=10 * int(major) + int(minor), driver=driver, total_mib=int(float(total)),
-            used_mib=int(float(used)), uuid=uuid,
+            index=int(index), name=name, sm=10 * int(major) + int(minor), driver=driver, total_mib=_mib(total),
+            used_mib=_mib(used), uuid=uuid,
         )  # fmt: skip
     except ValueError:
         raise HostError("nvidia-smi says something unexpected", why=line) from None

@@ -204,9 +204,9 @@ def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str | None = N
         out.append(f"it is for {passport.target()}, and this machine has {here}")
     elif len(same) < passport.world_size:
         out.append(f"it has {passport.world_size} ranks, and this machine has {len(same)} GPU(s) that run it")
-    large = [gpu for gpu in same if gpu.total_mib * 2**20 > passport.gpu_bytes]
-    if len(same) >= passport.world_size > len(large):
-        held = max(gpu.total_mib for gpu in same) / 1024
+    small = [gpu.total_mib for gpu in same if gpu.total_mib is not None and gpu.total_mib * 2**20 <= passport.gpu_bytes]
+    if len(same) >= passport.world_size > len(same) - len(small):
+        held = max(small) / 1024
         out.append(f"a rank's weights take {passport.gpu_bytes / 2**30:.1f} GiB, and the GPU has {held:.1f}")
     driver = gpus[0].driver
     if floor and version_key(driver) < version_key(floor):

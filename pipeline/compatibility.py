@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.configs import facts
-from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from trtpipe.engines.passport import NAME, Passport, objections, read_passport, remarks
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.run_folder import SEE_TARGETS, find_run
@@ -47,11 +48,20 @@ def find_passport(folder: Path) -> Passport:
     return read_passport(folder)
 
 
-def examine(passport: Passport) -> Verdict:
-    """Compare a passport with this machine."""
-    gpus = hardware.visible_gpus()
+def examine(passport: Passport, chosen: Collection[int] | None = None) -> Verdict:
+    """Compare a passport with this machine, or with the GPUs of it of the indices `chosen`. A driver that does not
+    answer is an objection to an engine for GPUs."""
     floor: str | None = None
     against: list[str] = []
+    try:
+        gpus = hardware.installed_gpus() if passport.sms is not None else ()
+    except HostError as error:
+        return Verdict(passport=passport, objections=[str(error)], remarks=[])
+    if chosen is not None and gpus:
+        absent = sorted(set(chosen) - {gpu.index for gpu in gpus})
+        if absent:
+            against.append(f"GPU {', '.join(map(str, absent))} is not one of those that are visible here")
+        gpus = tuple(gpu for gpu in gpus if gpu.index in chosen)
     if passport.toolchain is not None:
         known = facts.load_toolchains().get(passport.toolchain)
         if known is None:

@@ -42,7 +42,7 @@ def check(
 
     folder = find_folder(repository)
     release = None if toolchain is None else facts.find_toolchain(toolchain)
-    faults = check_repository(folder, toolchain=release, gpus=hardware.visible_gpus() if here else None)
+    faults = check_repository(folder, toolchain=release, gpus=hardware.installed_gpus() if here else None)
     if folder.is_dir() and not allow_model_code:
         faults += foreign_code(folder)
     return faults

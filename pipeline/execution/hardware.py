@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from trtpipe.engines.backends.base import Target
@@ -40,22 +41,29 @@ def matching_gpus(target: Target) -> list[Gpu]:
 def require_gpus(target: Target, rank_bytes: int, most: int) -> list[Gpu]:
     """GPUs to build on, with room for a rank's weights: the freest first, one at least and `most` at most. Raises
     HostError where all are too small or in use."""
-    gpus = sorted(matching_gpus(target), key=lambda gpu: gpu.used_mib - gpu.total_mib)
+    gpus = sorted(matching_gpus(target), key=_free_mib, reverse=True)
     need = rank_bytes / 2**20
     best = gpus[0]
+    if best.total_mib is None or best.used_mib is None:
+        return gpus[:most]
     if best.total_mib < need:
         raise HostError(
             f"the weights of a rank take {need / 1024:.1f} GiB, and {best.describe()} has {best.total_mib / 1024:.1f}",
             remedy="spread them with --tp or --pp, or take a smaller --dtype",
         )
-    if best.total_mib - best.used_mib < need:
+    if _free_mib(best) < need:
         raise HostError(
-            f"GPU {best.index} has {(best.total_mib - best.used_mib) / 1024:.1f} GiB free, "
+            f"GPU {best.index} has {_free_mib(best) / 1024:.1f} GiB free, "
             f"and the weights of a rank take {need / 1024:.1f}",
             why=f"other programs use {best.used_mib / 1024:.1f} GiB of it",
             remedy="end them (`nvidia-smi` lists them)",
         )
-    return [gpu for gpu in gpus[:most] if gpu.total_mib - gpu.used_mib >= need]
+    return [gpu for gpu in gpus[:most] if _free_mib(gpu) >= need]
+
+
+def _free_mib(gpu: Gpu) -> float:
+    """Infinite where nvidia-smi does not tell it."""
+    return math.inf if gpu.total_mib is None or gpu.used_mib is None else gpu.total_mib - gpu.used_mib
 
 
 def choose_executor(name: str, toolchain: Toolchain) -> Executor:
@@ -89,6 +97,14 @@ def require_image(toolchain: Toolchain) -> str:
 def facts(gpu: Gpu) -> dict[str, str]:
     """The passport's facts about the GPU that an engine was built on."""
     return {"gpu": gpu.name, "driver": gpu.driver}
+
+
+def installed_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine; none without a driver. Raises HostError when the driver does not answer."""
+    try:
+        return read_gpus()
+    except NoDriver:
+        return ()
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

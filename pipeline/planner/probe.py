@@ -94,6 +94,8 @@ def _facts(gpu: Gpu) -> tuple[str, dict[str, Any]]:
     for spec in config.load_gpus().values():
         if spec.product == product and not spec.mig:
             return spec.name, {"name": spec.name}
+    if gpu.total_mib is None:
+        raise HostError(f"nvidia-smi does not tell the memory of {gpu.name}", remedy="measure it outside a container")
     name = product.lower()
     return name, {
         "name": name, "sm": gpu.sm, "memory_gib": round(gpu.total_mib / 1024), "memory_mib": gpu.total_mib,

@@ -70,10 +70,10 @@ def called(name: str, repository: Path) -> str:
     return name if (RUNS / name / "repository").is_dir() else str(repository)
 
 
-def check_passport(name: str, repository: Path) -> Passport:
-    """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
+def check_passport(name: str, repository: Path, gpus: tuple[int, ...] | None = None) -> Passport:
+    """Refuse an engine that this machine cannot run, or its GPUs of these indices. Raises ArtefactRefused."""
     passport = read_passport(repository / ENGINE_FOLDER)
-    compatibility.examine(passport).require(called(name, repository))
+    compatibility.examine(passport, gpus).require(called(name, repository))
     return passport
 
 

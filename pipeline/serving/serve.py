@@ -97,7 +97,7 @@ def launch(
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
     check_alone(options, len(targets))
-    passports = [check_passport(name, repository) for name, repository, _ in targets]
+    passports = [check_passport(name, repository, options.gpus) for name, repository, _ in targets]
     require_alike([target.name for target in targets], passports)
     for name, repository, _ in targets:
         place = called(name, repository)
@@ -213,7 +213,7 @@ def start_gateway_again(server: Server, store: Store, options: LaunchOptions) ->
     """
     assert server.gateway_url is not None
     models = store.home / "servers" / server.name / "models"
-    passports = [check_passport(one.name, one.repository) for one in server.served]
+    passports = [read_passport(one.repository / ENGINE_FOLDER) for one in server.served]
     port = int(server.gateway_url.rpartition(":")[2])
     gateway = gateway_options(server.served, passports, models, server.endpoints, port, options)
     deadline = time.monotonic() + gateway_process.STOP_SECONDS
@@ -449,7 +449,7 @@ def _take_back(server: Server, models: Mapping[str, Path]) -> list[str]:
 
 
 def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:
-    passports = [check_passport(one.name, one.repository) for one in server.served]
+    passports = [read_passport(one.repository / ENGINE_FOLDER) for one in server.served]
     return gateway_models(server.served, passports, folder / "models")
 
 

@@ -213,7 +213,7 @@ def test_a_measurement_is_not_lost_where_the_engine_s_gpu_or_passport_is_gone(
 ) -> None:
     engine = tmp_path / ENGINE_FOLDER
     engine.mkdir(parents=True)
-    monkeypatch.setattr("trtpipe.pipeline.execution.hardware.visible_gpus", list)
+    monkeypatch.setattr("trtpipe.pipeline.execution.hardware.installed_gpus", list)
     options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring())
     served, notes = Served(name="a", repository=tmp_path), list[str]()
 

@@ -73,6 +73,7 @@ def test_what_it_says_and_that_it_is_read_back(tmp_path: Path) -> None:
     ("changes", "gpus", "expected"),
     [
         ({}, [gpu()], []),
+        ({}, [dataclasses.replace(gpu(), total_mib=None, used_mib=None)], []),
         ({}, [gpu("NVIDIA H200")], []),
         ({"sms": None}, [], []),
         ({"sms": (89, 90)}, [gpu("NVIDIA L4", 89)], []),

@@ -11,9 +11,12 @@ from tests.support.nvidia_smi import A100, H100
 from trtpipe.configs.facts import find_gpu, find_toolchain, load_toolchains
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import Mapping
+from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.nvidia import NoDriver, read_gpus
+from trtpipe.engines.passport import Passport, make_passport
 from trtpipe.engines.quantization import UNQUANTIZED
+from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution import executors, hardware
 from trtpipe.pipeline.execution.executors import DockerExecutor, LocalExecutor
 from trtpipe.pipeline.execution.hardware import GpuAbsent
@@ -24,6 +27,13 @@ GIB = 2**30
 
 def target(gpu: str = "h100", release: str | None = None) -> Target:
     return Target(gpu=find_gpu(gpu), mapping=Mapping(), quantization=UNQUANTIZED, toolchain=find_toolchain(release))
+
+
+def engine() -> Passport:
+    return make_passport(
+        target(), BuildConfig(), runtime="tensorrt_llm", sms=(90,), versions={}, dtype="bfloat16", rank_bytes=GIB,
+        checkpoint="", settings=(), made={}, accuracy=None, weights={},
+    )  # fmt: skip
 
 
 def test_gpus_as_the_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +102,31 @@ def test_a_driver_that_does_not_answer(
     with pytest.raises(HostError) as error:
         read_gpus()
     assert (type(error.value), str(error.value)) == (HostError, message)
+    assert compatibility.examine(engine()).objections == [message]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "objections"),
+    [
+        (None, []), ((0,), []), ((0, 1), []),
+        ((1,), ["it is for h100 (SM90), and this machine has NVIDIA L4 (SM89)"]),
+        ((0, 7), ["GPU 7 is not one of those that are visible here"]),
+    ],
+)  # fmt: skip
+def test_an_engine_is_compared_with_the_gpus_that_serve_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: tuple[int, ...] | None, objections: list[str]
+) -> None:
+    nvidia_smi.install(monkeypatch, tmp_path, H100, "NVIDIA L4, 8.9")
+    assert compatibility.examine(engine(), chosen).objections == objections
+
+
+def test_memory_of_a_slice_is_not_told_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = "[Insufficient Permissions]"
+    line = f"0, NVIDIA A100-SXM4-80GB, 8.0, 590.44.01, {unknown}, {unknown}, GPU-0a8b"
+    nvidia_smi.install_script(monkeypatch, tmp_path, f"echo '{line}'")
+    (found,) = read_gpus()
+    assert (found.sm, found.total_mib, found.used_mib) == (80, None, None)
+    assert hardware.require_gpus(target("a100"), 90 * GIB, 1) == [found]
 
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +136,7 @@ def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GpuAbsent) as error:
         hardware.matching_gpus(target())
     assert str(error.value) == "an engine for h100 (SM90) is built on that GPU: this machine has no NVIDIA driver"
-    assert hardware.visible_gpus() == ()
+    assert hardware.visible_gpus() == hardware.installed_gpus() == ()
     assert hardware.able(find_toolchain(None), ()) == "no NVIDIA GPU here"
 
 

@@ -362,7 +362,7 @@ def test_how_a_gateway_ended() -> None:
 def test_a_server_starts_again_beside_a_gateway_that_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Options of the gateway are no obstacle to it, though it starts none."""
 
-    def checked(name: str, repository: Path) -> None:
+    def checked(name: str, repository: Path, gpus: None) -> None:
         raise StageFailed("the launch has gone on to the repository")
 
     for module, name, does in (
