@@ -21,6 +21,7 @@ from trtpipe.pipeline.bench.loop.driver import NOTHING, Live
 from trtpipe.pipeline.bench.loop.load_point import Driven, evaluate
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.results.digest import digest
+from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.search import BEHIND, Found, Search, Trial, Unmeasurable, find
 from trtpipe.pipeline.bench.workers.share import Share
@@ -153,18 +154,21 @@ class _Session:
     async def _search(self, number: int, target: Target, search: Search) -> None:
         if self._report.interrupted or self._over:
             return
+        if self._options.work.sessions is not None:
+            search = replace(search, unit="conversations/s")
         if search.limit_s is not None:
             asyncio.get_running_loop().call_later(search.limit_s, self._end)
 
-        async def measure(load: Load, repeat: int) -> tuple[LoadPointResult, Trial]:
+        async def measure(load: Load, repeat: int, workers: int | None = None) -> tuple[LoadPointResult, Trial]:
             for _ in range(search.repeats):  # a busy moment of the client is no reason to end the search
-                result = await self._measure(number, target, load, repeat)
+                result = await self._measure(number, target, load, repeat, workers)
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
                 if self._over:
                     raise Unmeasurable(f"its {search.limit_s:.0f} s were over")
                 if not result.verdict["reasons"]:
-                    return result, search.trial(result.slo, result.stopped is not None, served(result))
+                    answered = served(result, self._report.records[-1])
+                    return result, search.trial(result.slo, result.stopped is not None, answered)
             reason = result.verdict["reasons"][0]
             raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
 
@@ -172,11 +176,11 @@ class _Session:
             try:
                 return (await measure(replace(search.load, rate=rate), repeat))[1]
             except UsageError as error:  # at so low a rate no request is due
-                raise Unmeasurable(f"at {rate:g} requests/s {error.what}") from None
+                raise Unmeasurable(f"at {rate:g} {search.unit} {error.what}") from None
 
         async def alone() -> LoadPointResult:
-            shares = self._options.shares
-            result, trial = await measure(Closed(concurrency=shares, requests=ALONE * shares), 0)
+            # One worker sends its share of these, and no other sends.
+            result, trial = await measure(Closed(concurrency=1, requests=ALONE * self._options.shares), 0, 1)
             if not trial.passed and trial.clear:
                 raise Unmeasurable("one request at a time does not meet the objectives")
             return result
@@ -185,30 +189,34 @@ class _Session:
             if search.known:
                 found = await find(search, search.load.rate, at, alone)
             else:
-                start = (await alone()).metrics["request_throughput"]["value"] or search.load.rate
-                found = await find(search, start, at)
+                rate = (await alone()).metrics["request_throughput"]["value"] or search.load.rate
+                found = await find(search, rate * self._report.records[-1].first_share(), at)
         except Unmeasurable as why:
             found = Found(ended=str(why))
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
-    async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LoadPointResult:
+    async def _measure(
+        self, number: int, target: Target, load: Load, repeat: int, only: int | None = None
+    ) -> LoadPointResult:
+        """Measure a load point, or the shares that the first `only` workers have of it."""
         # Imported here, while the server is known to answer: the first request does not wait for it.
         from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 
-        watching = (
-            None if self._progress is None else _Watching(self._progress, target.protocol, load, self._options.work)
-        )
-        watches: Sequence[Watch | None] = [None] * len(self._workers)
-        if watching is not None:
-            watches = watching.of(len(self._workers))
-        pairs = list(zip(self._workers, watches, strict=True))
+        workers = self._workers[:only]
+        watching = None
+        watches: Sequence[Watch | None] = [None] * len(workers)
+        if self._progress is not None:
+            part = len(workers) / len(self._workers)
+            watching = _Watching(self._progress, target.protocol, load, self._options.work, part)
+            watches = watching.of(len(workers))
+        pairs = list(zip(workers, watches, strict=True))
         await _all(worker.prepare(number, load, repeat, watch) for worker, watch in pairs)
         if watching is not None and not self._report.interrupted:
             watching.begin()
         beside = ServerMonitor(target.url, target.metrics_url)
         with beside:
-            start = monotonic_ns() + TOGETHER_NS if len(self._workers) > 1 else 0
-            driven, broken = await self._drive(start)
+            start = monotonic_ns() + TOGETHER_NS if len(workers) > 1 else 0
+            driven, broken = await self._drive(workers, start)
         if beside.unread and target.metrics_url is not None:
             self._report.unread_metrics[target.metrics_url] = beside.unread
         result = evaluate(
@@ -223,12 +231,12 @@ class _Session:
             raise broken
         return result
 
-    async def _drive(self, start_ns: int) -> tuple[Driven, TrtpipeError | None]:
-        """Drive all workers. Where one fails the others end too; the load point has what they got, and the error."""
-        drives = [asyncio.ensure_future(worker.drive(start_ns)) for worker in self._workers]
+    async def _drive(self, workers: Sequence[Worker], start_ns: int) -> tuple[Driven, TrtpipeError | None]:
+        """Drive the workers. Where one fails the others end too; the load point has what they got, and the error."""
+        drives = [asyncio.ensure_future(worker.drive(start_ns)) for worker in workers]
         await asyncio.wait(drives, return_when=asyncio.FIRST_EXCEPTION)
         if not all(drive.done() for drive in drives) and not self._report.interrupted:
-            for worker in self._workers:
+            for worker in workers:
                 worker.interrupt()
         await asyncio.wait(drives)
         errors = [error for error in (drive.exception() for drive in drives) if error is not None]
@@ -241,13 +249,14 @@ class _Session:
         return replace(merged, stopped=str(errors[0]), interrupted=self._report.interrupted), errors[0]
 
 
-def served(result: LoadPointResult) -> float | None:
-    """Requests/s that were answered; None for a load point so short that many of its requests end after it."""
+def served(result: LoadPointResult, records: Records) -> float | None:
+    """Requests/s that were answered, as the load's rate counts them: of a conversation the first alone. None for a load
+    point so short that many of its requests end after it."""
     usual = result.metrics["request_latency"]["p10"]
     if usual is None or result.window_s is None or result.window_s * (1 - BEHIND) < usual / 1e3:
         return None
     rate: float | None = result.metrics["request_throughput"]["value"]
-    return rate
+    return None if rate is None else rate * records.first_share()
 
 
 async def _all(calls: Any) -> list[_T]:
@@ -262,12 +271,16 @@ async def _all(calls: Any) -> list[_T]:
 class _Watching:
     """Reports the progress of a load point: when it begins, while it runs, and when it has ended."""
 
-    def __init__(self, progress: Callable[[Progress], None], protocol: str, load: Load, work: Work) -> None:
+    def __init__(
+        self, progress: Callable[[Progress], None], protocol: str, load: Load, work: Work, part: float = 1.0
+    ) -> None:
+        """`part`: share of the load that is sent."""
         self._progress = progress
         self._protocol = protocol
         self._label = load.label
         # The load gives the number of conversations, not the number of their turns.
-        self._total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
+        total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
+        self._total = None if total is None else round(total * part)
         self._began_ns = 0
 
     def of(self, workers: int) -> Sequence[Watch]:

@@ -37,6 +37,7 @@ class Search:
     known       whether the user gave that rate; otherwise the server's own time for one request determines it
     precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
     repeats     most runs of one rate
+    unit        what the rate counts: requests/s, or conversations/s where the work has them
     limit_s     seconds after which the run ends with what it has found; None for no limit
     """
 
@@ -46,6 +47,7 @@ class Search:
     attainment: float = 0.9
     precision: float = 0.05
     repeats: int = 3
+    unit: str = "requests/s"
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -111,7 +113,7 @@ class Step:
 class Found:
     """Result of a search.
 
-    rate      requests/s: the highest that passed; None where none did
+    rate      the highest that passed; None where none did
     interval  rates between which the limit lies for certain, as far as these runs show; None for an open side
     ended     why the result is less precise than asked for; None if it is not
     """
@@ -202,9 +204,9 @@ async def _bracket_and_bisect(
                 break
             rate = rounded(rate / 2)
     if low is None:
-        return f"no rate down to {high:g} requests/s passes"
+        return f"no rate down to {high:g} {search.unit} passes"
     if high is None:
-        return f"every rate up to {low:g} requests/s passes"
+        return f"every rate up to {low:g} {search.unit} passes"
     while high / low > 1 + search.precision:
         rate = rounded(math.sqrt(low * high))
         if rate in (low, high):

@@ -12,6 +12,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.tune.candidates import Candidate
@@ -96,15 +97,19 @@ class Run:
                 met=result.load["rate"] in passed,
             )
             for result in bench.results
-            if result.load["kind"] == "open" and not result.interrupted
+            if result.load["kind"] == "open" and _counts(result)
         ]
         rate = found.rate
         if rate is None:
             rate = 0.0 if (found.ended or "").startswith(NOTHING_MEETS) else None
         else:
             # In a short load point a queue may grow whose requests still meet the objectives: what was answered counts.
-            there = [one for one in bench.results if one.load.get("rate") == rate and not one.interrupted]
-            answered = [value for value in map(_answered, there) if value is not None]
+            there = [
+                _answered(one, records)
+                for one, records in zip(bench.results, bench.records, strict=True)
+                if one.load.get("rate") == rate and _counts(one)
+            ]
+            answered = [value for value in there if value is not None]
             rate = min(rate, sum(answered) / len(answered)) if answered else rate
         medians = (one.metrics["request_latency"]["p50"] for one in bench.results)
         request_s = min((value / 1e3 for value in medians if value is not None), default=0.0)
@@ -227,15 +232,21 @@ class Study:
         put(self.folder, {JSON_NAME: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"})
 
 
-def _answered(point: LoadPointResult) -> float | None:
-    """Requests/s that were answered within the objectives: those that ended within the load point, or all of them until
-    the last one's end, if that is more. In a few seconds on a busy machine none may end."""
+def _counts(point: LoadPointResult) -> bool:
+    """Whether a load point says what the server does: neither interrupted, nor limited by the client."""
+    return not point.interrupted and bool(point.verdict["valid"])
+
+
+def _answered(point: LoadPointResult, records: Records) -> float | None:
+    """Requests/s that were answered within the objectives, of a conversation the first alone: those that ended within
+    the load point, or all of them until the last one's end, if that is more. In a few seconds on a busy machine none
+    may end."""
     inside: float | None = point.metrics["request_goodput"]["value"]
     if inside is None or point.slo is None or point.window_s is None:
         return None
     until_s = point.window_s + (point.metrics["request_latency"]["max"] or 0.0) / 1e3
     everything: float = (point.slo["attainment"] or 0.0) * point.requests["measured"] / until_s
-    return max(inside, everything)
+    return max(inside, everything) * records.first_share()
 
 
 def put(folder: Path, texts: Mapping[str, str]) -> None:

@@ -81,6 +81,11 @@ class Records:
         """Measured requests without a failure."""
         return ~self.warmup & ~self.failed
 
+    def first_share(self) -> float:
+        """Share of the measured requests that are not a later turn of a conversation; 1 where nothing is measured."""
+        measured = self.measured()
+        return float((self.turn[measured] <= 0).mean()) if measured.any() else 1.0
+
     def shifted(self, by_ns: int) -> Records:
         """The same records by a clock that is ahead by `by_ns`."""
         import numpy as np

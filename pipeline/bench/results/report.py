@@ -78,7 +78,7 @@ class SearchResult:
     found: Found
 
     def to_json(self) -> dict[str, Any]:
-        wanted = {name: getattr(self.search, name) for name in ("goal", "attainment", "precision", "repeats")}
+        wanted = {name: getattr(self.search, name) for name in ("goal", "attainment", "precision", "repeats", "unit")}
         return {"protocol": self.protocol, **wanted, **self.found.to_json()}
 
     def said(self) -> str:
@@ -93,9 +93,8 @@ class SearchResult:
                 f"; the server answered {found.behind:.4g} of them, so that its queue was growing: measure longer "
                 "(--duration)"
             )
-        return (
-            f"{self.protocol}: {self.search.goal} {found.rate:g} requests/s ({low} to {high}), {found.runs} runs{rest}"
-        )
+        rate = f"{found.rate:g} {self.search.unit} ({low} to {high})"
+        return f"{self.protocol}: {self.search.goal} {rate}, {found.runs} runs{rest}"
 
 
 @dataclass(kw_only=True)

@@ -203,7 +203,7 @@ def test_a_right_answer_is_text_a_number_or_a_list_of_these(
     model: Path, write: Write, tmp_path: Path, answer: Any
 ) -> None:
     task = write(WRITTEN, [{"question": "2+2=", "answer": answer}], doc_to_target="answer")
-    with pytest.raises(InputDataError, match="line 1 does not fit .* is no text or number, and no list of these"):
+    with pytest.raises(InputDataError, match=r"line 1 does not fit .* is no text or number, and no list of these"):
         score_tasks([task], model, None, log=tmp_path / "log")
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.support.bench_records import Row, made
 from tests.support.factories import write_tokenizer
 from trtpipe.pipeline.api.bench import choose, measure
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -31,10 +33,11 @@ def report(found: Found, *rates: float, inside: float = 3.5, longest_ms: float =
         }  # fmt: skip
         return SimpleNamespace(
             load={"kind": "open", "rate": rate}, metrics=metrics, interrupted=False, window_s=3.0,
-            slo={"attainment": 1.0}, requests={"measured": round(3 * rate)},
+            slo={"attainment": 1.0}, requests={"measured": round(3 * rate)}, verdict={"valid": True},
         )  # fmt: skip
 
-    return SimpleNamespace(searches=[SimpleNamespace(found=found)], results=[result(rate) for rate in rates])
+    results = [result(rate) for rate in rates]
+    return SimpleNamespace(searches=[SimpleNamespace(found=found)], results=results, records=[made(Row())] * len(rates))
 
 
 def step(rate: float, *, passed: bool) -> Step:
@@ -65,6 +68,24 @@ def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None
 def test_what_was_answered_after_a_short_load_point_counts_too(inside: float, longest_ms: float, rate: float) -> None:
     found = Found(rate=4.0, interval=(4.0, None), steps=[step(4.0, passed=True)])
     assert Run.measured(report(found, 4.0, inside=inside, longest_ms=longest_ms), **KNOWN).rate == rate
+
+
+def test_a_load_point_whose_client_was_late_counts_for_nothing() -> None:
+    found = Found(rate=4.0, interval=(4.0, None), steps=[step(4.0, passed=True)])
+    twice = report(found, 4.0, 4.0)
+    twice.results[0].verdict["valid"] = False
+    twice.results[0].metrics["request_goodput"]["value"] = 0.5
+    twice.results[0].slo["attainment"] = 0.2
+    run = Run.measured(twice, **KNOWN)
+    assert (run.rate, len(run.points)) == (3.5, 1)
+
+
+def test_of_a_conversation_the_first_request_counts() -> None:
+    """As in the rate that was sent."""
+    found = Found(rate=4.0, interval=(4.0, None), steps=[step(4.0, passed=True)])
+    talks = report(found, 4.0, inside=12.0)
+    talks.records = [replace(made(*[Row()] * 4), turn=np.array([0, 1, 2, 3]))]
+    assert Run.measured(talks, **KNOWN).rate == 3.0
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,14 @@ def searches(report: dict[str, Any]) -> Iterator[tuple[str, Table]]:
     """Each search and its result in a sentence, and the rates that were tried."""
     for one in report.get("searches") or []:
         low, high = ("open" if side is None else number(side) for side in one["interval"])
-        found = "nothing" if one["rate"] is None else f"{number(one['rate'])} requests/s ({low} to {high})"
+        unit = one.get("unit", "requests/s")  # an older report has none
+        found = "nothing" if one["rate"] is None else f"{number(one['rate'])} {unit} ({low} to {high})"
         rest = f"; {one['ended']}" if one["ended"] else ""
         rows = []
         for step in one["steps"]:
             runs = [number(run["excess"]) for run in step["runs"]]
             outcome = Cell(text="passed", kind="good") if step["passed"] else Cell(text="failed", kind="bad")
-            rows.append(Row(name=f"{number(step['rate'])} requests/s", cells=[outcome, Cell(text=", ".join(runs))]))
+            rows.append(Row(name=f"{number(step['rate'])} {unit}", cells=[outcome, Cell(text=", ".join(runs))]))
         columns = ["outcome", "worst value over its limit, each run"]
         yield f"{one['protocol']}, {one['goal']}: {found}{rest}.", Table(head="Rate", columns=columns, rows=rows)
 

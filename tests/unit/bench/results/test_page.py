@@ -686,3 +686,5 @@ def test_repeats_and_searches_are_shown_where_there_are_some() -> None:
     assert "12.5 ±1.5" in words
     assert "grpc, max-rate: 7.25 requests/s (6.5 to open); every rate passes." in words
     assert "0.8, –, 0.91" in words
+    value["searches"][0]["unit"] = "conversations/s"
+    assert "grpc, max-rate: 7.25 conversations/s (6.5 to open); every rate passes." in Page(render(value)).words

@@ -31,7 +31,7 @@ from trtpipe.pipeline.bench.results.files import read_again, write_report
 from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.bench.run import run
-from trtpipe.pipeline.bench.search import Search
+from trtpipe.pipeline.bench.search import Found, Search
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
@@ -314,6 +314,45 @@ def test_a_search_that_the_first_request_ends(known: MockServerProcess, tokenize
     why = "one request at a time does not meet the objectives"
     assert (report.searches[0].found.rate, report.searches[0].found.ended) == (None, why)
     assert {result.label for result in report.results} == {"1 in flight"}
+
+
+@pytest.mark.usefixtures("excused")
+def test_a_search_with_conversations_counts_conversations(
+    known: MockServerProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[float] = []
+
+    async def find(search: Search, start: float, *rest: object) -> Found:
+        begun.append(start)
+        return Found(rate=start)
+
+    monkeypatch.setattr("trtpipe.pipeline.bench.run.find", find)
+    work = Work(input_tokens=8, output_tokens=2, sessions=Sessions(turns=4))
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
+    report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),), work=work)
+    # It begins at the conversations of one client, a quarter of the requests.
+    throughput = report.results[0].metrics["request_throughput"]["value"]
+    assert begun == [pytest.approx(throughput / 4)]
+    (found,) = report.searches
+    assert found.said().startswith(f"grpc: max-rate {begun[0]:g} conversations/s (")
+    assert found.to_json()["unit"] == "conversations/s"
+
+
+@pytest.mark.usefixtures("excused")
+def test_one_worker_of_several_sends_one_request_at_a_time(known: MockServerProcess, tokenizer: Path) -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
+    slo = (parse_objective("ttft:p99<1ms"),)
+    seen: list[Progress] = []
+    options = BenchOptions(
+        targets=(target(known, "grpc"),), tokenizer=tokenizer, loads=(Open(rate=1, duration_s=0.2),), search=search,
+        work=Work(input_tokens=8, output_tokens=2), objectives=slo, workers=3,
+    )  # fmt: skip
+    report = run(options, None, seen.append)
+    (result,) = report.results
+    assert (result.label, result.requests["measured"]) == ("1 in flight", 8)
+    assert result.client["in_flight"] == {"asked": 1, "reached": 1}
+    assert {one.total for one in seen} == {8}
+    assert report.searches[0].found.ended == "one request at a time does not meet the objectives"
 
 
 def test_failures_are_counted_by_class_and_averaged_into_nothing(

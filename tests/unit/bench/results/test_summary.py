@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.support.bench_records import Row, made
 from tests.support.bench_reports import LATE, lines, load_point
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
@@ -136,6 +139,11 @@ def test_a_short_load_point_does_not_tell_what_the_server_keeps_up_with() -> Non
     requests = lines(4, seed=1)  # of 120 ms
     metrics = load_point(requests)["metrics"]
     usual = metrics["request_latency"]["p10"] / 1e3
-    assert served(result(metrics=metrics, window_s=19.9 * usual)) is None
-    assert served(result(metrics=metrics, window_s=20.1 * usual)) == metrics["request_throughput"]["value"]
-    assert served(result(metrics=metrics, window_s=None)) is None
+    records = made(Row(), Row(warmup=True))
+    assert served(result(metrics=metrics, window_s=19.9 * usual), records) is None
+    assert served(result(metrics=metrics, window_s=20.1 * usual), records) == metrics["request_throughput"]["value"]
+    assert served(result(metrics=metrics, window_s=None), records) is None
+    # Of conversations the rate is that of their first requests.
+    talks = replace(made(*[Row()] * 5), turn=np.array([0, 1, 2, 3, 0]))
+    found = served(result(metrics=metrics, window_s=20.1 * usual), talks)
+    assert found == pytest.approx(metrics["request_throughput"]["value"] * 0.4)
