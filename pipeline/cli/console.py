@@ -89,9 +89,12 @@ class _Output(io.TextIOWrapper):
 
 def prepare() -> None:
     """Make standard output and standard error say when they fail, and let no output fail for a character that its
-    encoding lacks (LANG=C): the character is written as an escape."""
+    encoding lacks (LANG=C): the character is written as an escape. Input that is not text is read all the same, and is
+    refused where it would be sent, as arguments are."""
     FLAGS.quiet = FLAGS.verbose = False
     _open_closed()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     sys.stdout, sys.stderr = _prepared(sys.stdout), _prepared(sys.stderr)
 
 
@@ -134,8 +137,12 @@ def err() -> RichConsole:
 
 
 def console(*, stderr: bool = False, soft_wrap: bool = False) -> RichConsole:
+    # rich would take a pipe for a terminal where FORCE_COLOR is set, as CI services do.
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
     # Paths and causes are shown unchanged: `[old]` in a path is not markup, and `:key:` is not an emoji.
-    return _console_class()(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+    return _console_class()(
+        stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False, force_terminal=terminal
+    )
 
 
 @functools.cache

@@ -202,7 +202,13 @@ def test_nothing_hidden_comes_out(kind: type[io.StringIO], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "variables", "coloured"), [(Terminal, {}, True), (Terminal, {"NO_COLOR": "1"}, False), (Pipe, {}, False)]
+    ("kind", "variables", "coloured"),
+    [
+        (Terminal, {}, True),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (Pipe, {}, False),
+        (Pipe, {"FORCE_COLOR": "1"}, False),
+    ],
 )
 def test_colour_is_for_a_terminal_whose_user_wants_it(
     monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], variables: dict[str, str], coloured: bool
@@ -231,6 +237,24 @@ def test_prose_is_folded_at_blanks_and_a_next_step_is_left_whole(monkeypatch: py
     monkeypatch.setenv("COLUMNS", "20")
     console.result("the weights take more", "next: trtpipe serve a-long-name")
     assert out.getvalue().splitlines() == ["the weights take", "more", "next: trtpipe serve a-long-name"]
+
+
+def test_a_pipe_is_none_where_colour_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = Pipe(), Pipe()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "20")):
+        monkeypatch.setenv(name, value)
+    console.result("the weights take more than there is")
+    console.table(("model", "what it is"), [("llama3-8b-instruct", "a model of eight billion weights")])
+    assert out.getvalue().splitlines() == [
+        "the weights take more than there is",
+        "model               what it is",
+        "llama3-8b-instruct  a model of eight billion weights",
+    ]
+    with working("download", "first run") as work:
+        work.step("reading", "a")
+    assert err.getvalue().splitlines() == ["download  running  (first run)", "download  reading"]
 
 
 def test_a_folded_remark_stands_behind_its_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def at(state: str = "running", total: int | None = 20, **changes: Any) -> Progre
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    for name, value in (("COLUMNS", str(width)), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in (("COLUMNS", str(width)), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
 

@@ -492,6 +492,14 @@ def test_a_question_that_is_refused_ends_no_chat_in_a_terminal(
         ]
 
 
+def test_a_question_that_is_not_text_is_refused(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a", gateway_url="http://127.0.0.1:4")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Qui\xe9n?\n"), "utf-8", "strict"))
+    done = run("chat")
+    assert (done.status, done.error()) == (2, "the input is not text: it holds bytes that are not UTF-8")
+
+
 def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = run("logs")
     assert (nothing.status, nothing.error()) == (
