@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.backends.base import reads, runtimes_of
+from trtpipe.engines.backends.base import Target, reads, runtimes_of
 from trtpipe.engines.base import DataType
+from trtpipe.engines.base import Mapping as Ranks
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.toolchain import Toolchain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ def resolve_precision(
     runtime: str | None = None,
     *,
     experts: bool = False,
+    toolchain: Toolchain | None = None,
 ) -> Precision:
     """Precision for `gpu` from --dtype, --kv-cache and a group size; a requested value is never replaced.
 
@@ -144,7 +147,7 @@ def resolve_precision(
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
     same = next((r for r in recipes.values() if (r.quant_algo, r.kv_cache_quant_algo) == became), recipe)
     recipe = replace(recipe, thresholds=same.thresholds)
-    check_sm(recipe, gpu, recipes)
+    check_sm(recipe, gpu, recipes, runtime, experts=experts, toolchain=toolchain)
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
@@ -208,18 +211,25 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
     return replace(recipe, group_size=group_size)
 
 
-def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe]) -> None:
-    """Raises UsageError for a recipe or KV cache that `gpu` cannot run, naming those that it can."""
+def check_sm(
+    recipe: QuantRecipe,
+    gpu: GpuSpec,
+    recipes: Mapping[str, QuantRecipe],
+    runtime: str | None = None,
+    *,
+    experts: bool = False,
+    toolchain: Toolchain | None = None,
+) -> None:
+    """Raises UsageError for a recipe or KV cache that `gpu` cannot run, naming those that it can, with `runtime` and in
+    the release `toolchain` where they are known."""
     if gpu.sm is None:
         return  # on a CPU the reference runtime executes all recipes
-    fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in (r.quant_algo.row.native or r.sms))
-    remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}",
             why=f"it is known to run on {where}",
-            remedy=remedy,
+            remedy=f"use --dtype {_able(gpu, recipes, runtime, experts=experts, toolchain=toolchain)} here",
         )
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
@@ -230,6 +240,30 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
             why=f"it is known to run on {where}",
             remedy="use --kv-cache none here",
         )
+
+
+def _able(
+    gpu: GpuSpec,
+    recipes: Mapping[str, QuantRecipe],
+    runtime: str | None,
+    *,
+    experts: bool,
+    toolchain: Toolchain | None,
+) -> str:
+    """The values of --dtype that run on `gpu`, in words."""
+    able = []
+    for one in recipes.values():
+        if one.quant_algo is None or gpu.sm not in (one.quant_algo.row.native or one.sms):
+            continue
+        if runtime is not None and not reads(runtime, one.quant_algo, experts=experts):
+            continue
+        if runtime is not None and toolchain is not None:
+            target = Target(gpu=gpu, mapping=Ranks(), quantization=one.quantization, toolchain=toolchain)
+            sms = load_backend(runtime).runs_on(target, one.sms)
+            if sms is not None and gpu.sm not in sms:
+                continue
+        able.append(one.name)
+    return " or ".join([*([", ".join(sorted(able))] if able else []), "bf16"])
 
 
 def cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:

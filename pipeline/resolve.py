@@ -74,13 +74,15 @@ def resolve(
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = read_runtime(read_string(chosen, "runtime"), gpu) or usual.runtime
     experts = shape is not None and shape.experts is not None
+    toolchain = facts.find_toolchain(read_release(chosen))
     if model.stored is None:
-        precision = resolve_precision(requested, gpu, recipes, cache, group_size, runtime, experts=experts)
+        precision = resolve_precision(
+            requested, gpu, recipes, cache, group_size, runtime, experts=experts, toolchain=toolchain
+        )
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = read_flag(chosen, "accept_accuracy")
     tasks = read_tasks(chosen, quantized=precision.recipe is not None)
-    toolchain = facts.find_toolchain(read_release(chosen))
     executor = read_string(chosen, "executor") or "auto"
     if executor == "ray":
         raise UsageError(

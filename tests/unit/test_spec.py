@@ -145,7 +145,27 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
         (
             {"gpu": "a100", "dtype": "fp8"},
             "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
-            "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
+            "use --dtype int4-awq, int8-sq, int8-wo or bf16 here",
+        ),
+        (
+            {"gpu": "a100", "dtype": "fp8", "runtime": "trtllm_pytorch"},
+            "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
+            "use --dtype int4-awq, int8-wo or bf16 here",
+        ),
+        (
+            {"gpu": "l4", "dtype": "fp8-block", "runtime": "trtllm_pytorch"},
+            "fp8-block does not run on l4 (SM89): it is known to run on SM90, SM100, SM103; "
+            "use --dtype fp8, fp8-kv, int4-awq, int8-wo, w4a8-awq or bf16 here",
+        ),
+        (
+            {"gpu": "b200", "dtype": "int8", "runtime": "tensorrt_llm"},
+            "int8-sq does not run on b200 (SM100): it is known to run on SM80, SM86, SM89, SM90; "
+            "use --dtype fp8, fp8-kv, nvfp4 or bf16 here",
+        ),
+        (
+            {"model": "mixtral-8x7b", "gpu": "a100", "dtype": "fp8", "runtime": "trtllm_pytorch"},
+            "fp8 does not run on a100 (SM80): it is known to run on SM89, SM90, SM100, SM103, SM120; "
+            "use --dtype bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
         (
