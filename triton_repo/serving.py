@@ -204,6 +204,7 @@ def resolve_serving(
         raise UsageError(
             f"build.max_input_len {build.max_input_len} exceeds build.max_num_tokens "
             f"{build.max_num_tokens}, and serving.enable_chunked_context is off",
-            remedy="turn it on, or raise build.max_num_tokens",
+            why=why,
+            remedy="raise build.max_num_tokens" if why else "turn it on, or raise build.max_num_tokens",
         )
     return made, {name: reason for name, (_, reason) in chosen.items()}

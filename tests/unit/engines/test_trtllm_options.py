@@ -308,7 +308,8 @@ def test_an_engine_in_python_is_shared_by_as_many_instances_as_its_batch_keeps_b
         (
             {"use_paged_context_fmha": False, "max_input_len": 1024, "max_num_tokens": 512},
             {},
-            "build.max_input_len 1024 exceeds build.max_num_tokens 512, and serving.enable_chunked_context is off",
+            "build.max_input_len 1024 exceeds build.max_num_tokens 512, and serving.enable_chunked_context is off: the "
+            "engine's prompt attention does not read a paged KV cache; raise build.max_num_tokens",
         ),
         ({"streamingllm": True}, {}, "build.streamingllm needs serving.sink_token_length"),
         ({}, {"sink_token_length": 4}, "serving.sink_token_length needs serving.max_attention_window_size"),
