@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, TrtpipeError
@@ -28,7 +27,7 @@ def main(spec: dict[str, Any]) -> int:
     try:
         forks = ForkServer(options)
         forks.start()  # runs beside this process, which loads the same files
-        counters = SharedCounters(Path(spec["counters"]), spec["row"], spec["rows"])
+        counters = SharedCounters(spec["counters"], spec["row"], spec["rows"])
         most = most_connections(tls=options.tls_cert is not None)
         app, connections = build(options, counters, forks, most_connections=most)
         server = Server(

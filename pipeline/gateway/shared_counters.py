@@ -1,4 +1,4 @@
-"""Counters of all workers in one small file that each worker maps: any worker can answer /metrics for all.
+"""Counters of all workers in one small piece of memory that each worker maps: any worker can answer /metrics for all.
 
 Every worker adds to a row of its own, so no two ever write the same number; reading sums the rows.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_left
 from itertools import accumulate
-from pathlib import Path
 
 ENDPOINTS = ("chat", "completions")
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504)
@@ -39,15 +38,11 @@ ROW_BYTES = 8 * len(_NAMES)
 
 
 class SharedCounters:
-    """One worker's row, and the sum of all rows. Without a file: a single worker's own memory."""
+    """One worker's row, and the sum of all rows."""
 
-    def __init__(self, path: Path | None = None, index: int = 0, rows: int = 1) -> None:
-        size = ROW_BYTES * rows
-        if path is None:
-            self._memory = mmap.mmap(-1, size)
-        else:
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), size)
+    def __init__(self, file: int = -1, index: int = 0, rows: int = 1) -> None:
+        """`file` is a descriptor of the rows, which may be closed afterwards; -1 for a single worker's own memory."""
+        self._memory = mmap.mmap(file, ROW_BYTES * rows)
         self._rows = rows
         self._all = memoryview(self._memory).cast("q")
         self._own = self._all[index * len(_NAMES) : (index + 1) * len(_NAMES)]

@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,10 +73,11 @@ class Worker:
 class Gateway:
     """A running gateway. Made by `start`."""
 
-    def __init__(self, options: GatewayOptions, ports: list[socket.socket], counters: Path, log: Path | None) -> None:
+    def __init__(self, options: GatewayOptions, ports: list[socket.socket], log: Path | None) -> None:
         self.options = options
         self._ports = ports
-        self._counters = counters
+        # Memory alone: cleaners of temporary folders would remove a file.
+        self._counters = io.FileIO(os.memfd_create("trtpipe-gateway"), "r+")
         self._log = log
         self._rows = 0
         self._workers: list[Worker] = []
@@ -93,9 +93,7 @@ class Gateway:
         """
         ports = _bind(options.host, options.port, options.workers)
         options = replace(options, port=ports[0].getsockname()[1])
-        descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
-        os.close(descriptor)
-        gateway = cls(options, ports, Path(name), log)
+        gateway = cls(options, ports, log)
         try:
             gateway._workers = gateway._start_workers(options)
         except BaseException:
@@ -162,7 +160,7 @@ class Gateway:
         for port in self._ports:  # otherwise connections would wait for workers that have stopped listening
             port.close()
         self._end([*self._workers, *self._leaving])
-        self._counters.unlink(missing_ok=True)
+        self._counters.close()
 
     def _start_workers(self, options: GatewayOptions) -> list[Worker]:
         """Start workers and wait until all of them listen. Raises a worker's own error, or StageFailed; none of them is
@@ -196,7 +194,7 @@ class Gateway:
         """Rows of the shared counters that no running worker adds to; their counts go on."""
         taken = {worker.row for worker in (*self._workers, *self._leaving) if worker.alive}
         self._rows = max(self._rows, len(taken) + count)
-        os.truncate(self._counters, ROW_BYTES * self._rows)
+        self._counters.truncate(ROW_BYTES * self._rows)
         return [row for row in range(self._rows) if row not in taken][:count]
 
     def _forget_left(self) -> None:
@@ -204,13 +202,14 @@ class Gateway:
             self._leaving.remove(worker)
             worker.pipe.close()
             if worker.row not in {one.row for one in self._workers}:
-                SharedCounters(self._counters, worker.row, self._rows)  # sets its gauges to 0, if it was killed
+                # Sets its gauges to 0, if it was killed.
+                SharedCounters(self._counters.fileno(), worker.row, self._rows)
 
     def _spawn(self, options: GatewayOptions, index: int, row: int) -> Worker:
         pipe, tell = os.pipe()
-        port = self._ports[index].fileno()
+        port, counters = self._ports[index].fileno(), self._counters.fileno()
         spec = {
-            "options": options.to_json(), "counters": str(self._counters), "row": row, "rows": self._rows,
+            "options": options.to_json(), "counters": counters, "row": row, "rows": self._rows,
             "port": port, "tell": tell,
         }  # fmt: skip
         log = self._log.open("ab") if self._log else None
@@ -220,7 +219,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                pass_fds=(port, tell),
+                pass_fds=(port, counters, tell),
                 start_new_session=True,  # the supervisor decides whether to pass on a Ctrl-C
             )
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -121,10 +122,10 @@ def test_every_status_has_an_answer() -> None:
     assert of_text("no adapter has the number 7").code == "model_not_found"
 
 
-def test_boards_add_up(tmp_path: Path) -> None:
-    path = tmp_path / "board"
-    path.write_bytes(bytes(ROW_BYTES * 2))
-    first, second = SharedCounters(path, 0, 2), SharedCounters(path, 1, 2)
+def test_boards_add_up() -> None:
+    file = os.memfd_create("board")
+    os.truncate(file, ROW_BYTES * 2)
+    first, second = SharedCounters(file, 0, 2), SharedCounters(file, 1, 2)
     first.answered("chat", 200)
     second.answered("chat", 200)
     second.answered("completions", 501)
@@ -150,6 +151,7 @@ def test_boards_add_up(tmp_path: Path) -> None:
         assert "trtpipe_gateway_running 1" in text
         assert "trtpipe_gateway_waiting 1" in text
     assert (first.own("running"), second.own("running")) == (0, 1)
-    renewed = SharedCounters(path, 1, 2)
+    renewed = SharedCounters(file, 1, 2)
+    os.close(file)
     # A worker that is replaced answers nothing any more.
     assert (renewed.total("running"), renewed.total("waiting")) == (0, 0)

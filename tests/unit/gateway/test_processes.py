@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.support.gateways import CHAT, chat
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.gateway import process, supervisor
+from trtpipe.pipeline.gateway.options import ServedModel
 from trtpipe.pipeline.gateway.supervisor import Gateway
 from trtpipe.pipeline.serving import openai_client
 
@@ -57,6 +59,34 @@ def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path)
     assert "in confidence" not in (tmp_path / "log").read_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{gateway.url}/health/live", trust_env=False)
+
+
+@pytest.mark.loopback
+def test_a_cleaner_of_temporary_folders_finds_nothing_of_a_gateway(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gateway = Gateway.start(options(folder, port=0))
+    (killed,) = gateway.pids
+
+    def replaced(gateway: Gateway) -> None:
+        if gateway.pids != [killed]:
+            assert httpx.get(f"{gateway.url}/health/live", trust_env=False, timeout=60).status_code == 200
+            gateway.serve_models((ServedModel(name="new", tokenizer=folder),))
+            gateway.leave_watch()
+
+    try:
+        for left in tmp_path.iterdir():
+            left.unlink()
+        assert httpx.post(f"{gateway.url}{CHAT}", json=chat(), trust_env=False, timeout=60).status_code == 503
+        os.kill(killed, signal.SIGKILL)
+        gateway.watch(replaced)
+        with httpx.Client(base_url=gateway.url, trust_env=False, timeout=60) as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == "new"
+            counted = 'trtpipe_gateway_requests_total{endpoint="chat",status="503"} 1\n'
+            assert counted in client.get("/metrics").text
+    finally:
+        gateway.stop()
 
 
 @pytest.mark.loopback
