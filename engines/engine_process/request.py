@@ -88,6 +88,7 @@ class Output:
     finish             why the request is over, or None while it continues
     refusal            the reason, with the finish "refused"
     failed             with the finish "refused": the runtime is at fault, not the request
+    cause              with the finish "refused": the exception behind it, for the log alone, as of RequestRefused
     reused_blocks      KV-cache blocks that already held the start of this prompt
     allocated_blocks   blocks allocated for this request so far, without the reused ones
     scheduled_ns       on the first output: time.monotonic_ns() when work on the prompt began; 0 where it is not known
@@ -105,6 +106,7 @@ class Output:
     finish: Finish | None = None
     refusal: str = ""
     failed: bool = False
+    cause: Exception | None = None
     reused_blocks: int = 0
     allocated_blocks: int = 0
     scheduled_ns: int = field(default=0, compare=False)

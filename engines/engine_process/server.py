@@ -220,13 +220,18 @@ def _handle(
             runtime.submit(_request(stub, message, blob))
             stub.running[message["id"]] = message["names"]
         except RequestRefused as error:
-            if error.__cause__ is not None:
-                print(f"{error}: {error.__cause__}", file=sys.stderr, flush=True)
+            _log(str(error), error.__cause__)
             _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": str(error)})
         except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
             # A malformed request must not end the requests of other stubs.
             reason = f"the request is malformed: {type(error).__name__}: {error}"
             _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": reason})
+
+
+def _log(refusal: str, cause: BaseException | None) -> None:
+    """Log the cause of a refusal, which the client does not get."""
+    if cause is not None:
+        print(f"{refusal}: {cause}", file=sys.stderr, flush=True)
 
 
 def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:
@@ -278,6 +283,7 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
             if output.finish:
                 stub.running.pop(output.id[1], None)
             if output.finish == "refused":
+                _log(output.refusal, output.cause)
                 fault = {"error": output.refusal, "failed": output.failed}
                 _send(stub, {"type": "refused", "id": output.id[1], "full": False, **fault})
         mine = [output for output in mine if output.finish != "refused"]

@@ -6,7 +6,6 @@ with PyTorch. A request passes through `admission`, `scheduler`, the model and `
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -216,8 +215,10 @@ class Runtime:
             except RequestRefused as error:
                 refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=str(error)))
             except Exception as error:  # one request's grammar must not end the engine
-                print(f"{NOT_COMPILED}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                refused.append(Output(id=request.id, tokens=[], finish="refused", refusal=NOT_COMPILED, failed=True))
+                fault = Output(
+                    id=request.id, tokens=[], finish="refused", refusal=NOT_COMPILED, failed=True, cause=error
+                )
+                refused.append(fault)
         return refused
 
     def close(self) -> None:

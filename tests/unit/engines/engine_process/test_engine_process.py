@@ -102,16 +102,17 @@ def test_a_stop_ends_the_request_of_a_key_or_all_of_an_id() -> None:
     assert cancelled == [(2, 10), (1, 11), (1, 10), (2, 10)]
 
 
-def test_a_request_that_the_runtime_gave_up_is_told_apart_from_a_wrong_one() -> None:
+def test_a_request_that_the_runtime_gave_up_is_told_apart_from_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[Any] = []
     connection: Any = SimpleNamespace(send=lambda message, blob: sent.append(message))
     stub = server._Stub(connection, 1)
     stub.running = {10: ["", "7"], 11: ["", "8"]}
     gone, wrong = (
-        Output(id=(1, number), tokens=[], finish="refused", refusal="no", failed=failed)
-        for number, failed in ((10, True), (11, False))
+        Output(id=(1, number), tokens=[], finish="refused", refusal="no", failed=failed, cause=cause)
+        for number, failed, cause in ((10, True, OSError(2, "No such file", "/secret")), (11, False, None))
     )
     server._publish({1: stub}, [gone, wrong], None)
     told = {"type": "refused", "full": False, "error": "no"}
     assert sent[:2] == [{**told, "id": 10, "failed": True}, {**told, "id": 11, "failed": False}]
     assert stub.running == {}
+    assert capsys.readouterr().err == "no: [Errno 2] No such file: '/secret'\n"
