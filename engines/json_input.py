@@ -125,6 +125,8 @@ def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: 
     except OSError as error:
         remedy = "name a folder that has one" if isinstance(error, FileNotFoundError) else ""
         raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error), remedy=remedy) from None
+    except TooLarge as error:
+        raise InputDataError(f"{what} {path} cannot be read", why=str(error)) from None
     except ValueError as error:
         raise InputDataError(f"{what} {path} is not JSON", why=str(error), remedy="replace it") from None
     if not isinstance(value, dict):

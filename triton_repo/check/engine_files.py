@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import INDEX_NAME, MOST_INDEX_BYTES, MOST_NAMES, PICKLE_PATTERNS
+from trtpipe.engines.hf.folder import INDEX_NAME, MOST_INDEX_BYTES, MOST_INDEX_VALUES, PICKLE_PATTERNS
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
@@ -152,7 +152,7 @@ def check_weights(folder: Path, report: Report) -> None:
         return
     if index.is_file():
         try:
-            named = read_json(index, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_NAMES)
+            named = read_json(index, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_INDEX_VALUES)
         except InputDataError as error:
             report.error("engine-file", index, "cannot be read", error.why or error.what, remedy)
             return

@@ -11,7 +11,7 @@ import pytest
 from tests.support.factories import CONFIG, MODEL, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import UnknownModel, locate_tensors, read_model_config, require_tokenizer
+from trtpipe.engines.hf.folder import UnknownModel, locate_tensors, read_index, read_model_config, require_tokenizer
 from trtpipe.engines.hf.safetensors_file import SafetensorsError
 from trtpipe.engines.model_config import ModelConfig
 
@@ -306,6 +306,19 @@ def test_an_index_without_a_map(folder: Path, index: dict[str, Any]) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(InputDataError, match="has no usable weight_map"):
         locate_tensors(folder)
+
+
+def test_an_index_of_a_model_with_many_experts_is_read(tmp_path: Path) -> None:
+    # Qwen3-235B-A22B has 36,000 linears of experts, in NVFP4 with four tensors each.
+    shard = "model-00001-of-00028.safetensors"
+    names = {f"model.layers.0.mlp.experts.{number}.weight": shard for number in range(145_000)}
+    path = tmp_path / INDEX
+    path.write_text(json.dumps({"weight_map": names}))
+    assert read_index(path) == names
+    path.write_text(json.dumps({"weight_map": {str(number): "a" for number in range(500_000)}}))
+    with pytest.raises(InputDataError) as error:
+        read_index(path)
+    assert refused(error) == f"weight index {path} cannot be read: it holds more than 1,500,000 values"
 
 
 def test_a_damaged_shard_is_named(folder: Path) -> None:

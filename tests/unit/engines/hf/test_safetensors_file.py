@@ -141,7 +141,21 @@ def test_a_header_above_the_limit_is_not_read(path: Path) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
         file.truncate(MAX_HEADER_BYTES + 100)  # sparse: takes no room
-    assert "the header has 16,777,217 bytes, and at most 16,777,216 are read" in refused(path)
+    assert refused(path) == (
+        f"{path} cannot be read: its header has 16,777,217 bytes, and at most 16,777,216 are read; "
+        "save the model again in smaller files (max_shard_size of save_pretrained)"
+    )
+
+
+def test_a_header_of_a_shard_of_experts_is_read(path: Path) -> None:
+    # A shard of 5 GB of Qwen3-30B-A3B in FP8 has 9,000 tensors, one of 50 GB 55,000.
+    tensors = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": entry("U8", [0, 0], 0, 0) for n in range(60_000)}
+    assert len(read_header(write(path, tensors)).tensors) == 60_000
+
+
+def test_a_header_of_too_many_tensors_is_not_called_damaged(path: Path) -> None:
+    write(path, {str(number): entry("U8", [0, 0], 0, 0) for number in range(94_000)})
+    assert "cannot be read: its header holds more than 1,500,000 values, which are not read; save" in refused(path)
 
 
 def test_a_git_lfs_pointer_is_called_by_its_name(path: Path) -> None:
