@@ -156,6 +156,12 @@ def bench(
     if target is not None and not isinstance(target, str | Path):
         if target.adapter is not None:
             arguments = _for_adapter(target, arguments)
+        if arguments.get("server") not in (None, target.server):
+            from trtpipe.engines.errors import UsageError
+
+            raise UsageError(
+                f"server is {arguments['server']}, and the client's is {target.server}", remedy="leave out server"
+            )
         arguments["server"], target = target.server, target.target
     options, served = choose(_text(target), **arguments)
     measured = measure(options, served, progress)
@@ -176,7 +182,7 @@ def _for_adapter(client: Client, arguments: BenchArguments) -> BenchArguments:
             f"protocol {protocol} measures the model without the adapter {client.adapter}",
             remedy="give completions or chat, or a client without an adapter",
         )
-    return {"openai_model": client.model, **arguments, "protocol": protocol}
+    return {**arguments, "openai_model": arguments.get("openai_model") or client.model, "protocol": protocol}
 
 
 def measure(
@@ -262,6 +268,12 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         )
     given = {name: value for name, value in arguments.items() if value is not None}
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
+    address = (
+        "--grpc-url" if ask.grpc_url else "--http-url" if ask.http_url else "--openai-url" if ask.openai_url else ""
+    )
+    name = "--server" if ask.server else "--target" if target else ""
+    if address and name:
+        raise UsageError(f"{address} says what is measured, and so does {name}", remedy="leave one of them out")
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
     tokenizer = None if ask.tokenizer is None else file_in(Path(ask.tokenizer), "tokenizer.json")
     named = {"grpc": ask.grpc_url, "http": ask.http_url, "chat": ask.openai_url}

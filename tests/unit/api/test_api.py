@@ -253,7 +253,7 @@ def test_a_benchmark_of_an_adapter_names_it(monkeypatch: pytest.MonkeyPatch) -> 
         raise ArithmeticError
 
     monkeypatch.setattr(api, "choose", choose)
-    for given in ({}, {"protocol": "chat"}):
+    for given in ({}, {"protocol": "chat", "openai_model": None, "server": "s"}):
         with pytest.raises(ArithmeticError):
             api.bench.__wrapped__(client, **given)  # type: ignore[attr-defined]
     assert asked == [
@@ -262,6 +262,20 @@ def test_a_benchmark_of_an_adapter_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     with pytest.raises(trtpipe.UsageError, match="protocol grpc measures the model without the adapter support"):
         api.bench.__wrapped__(client, protocol="grpc")  # type: ignore[attr-defined]
+
+
+def test_one_server_is_measured() -> None:
+    client: Any = SimpleNamespace(adapter=None, model="m", server="a", target="m")
+    with pytest.raises(trtpipe.UsageError, match="server is b, and the client's is a; leave out server"):
+        api.bench.__wrapped__(client, server="b")  # type: ignore[attr-defined]
+    both = {
+        "--grpc-url says what is measured, and so does --server": {"server": "a", "grpc_url": "h:1"},
+        "--http-url says what is measured, and so does --target": {"target": "m", "http_url": "http://h:1"},
+        "--openai-url says what is measured, and so does --server": {"target": client, "openai_url": "http://h:1/v1"},
+    }
+    for words, given in both.items():
+        with pytest.raises(trtpipe.UsageError, match=f"{words}; leave one of them out"):
+            api.bench.__wrapped__(**given, tokenizer=Path("tokenizer.json"))  # type: ignore[attr-defined]
 
 
 def test_a_client_needs_a_server() -> None:
