@@ -95,6 +95,11 @@ INT8_KV_SMS = (80, 86, 89, 90)
 NVFP4_KV_SMS = (100, 103)
 
 
+def dtype_names(recipes: Mapping[str, QuantRecipe]) -> list[str]:
+    """All values of --dtype."""
+    return ["auto", *FLOAT_NAMES, *_recipe_names(recipes)]
+
+
 def resolve_precision(
     requested: str,
     gpu: GpuSpec,
@@ -134,7 +139,7 @@ def resolve_precision(
     elif requested in names:
         dtype, recipe = DataType.BFLOAT16, names[requested]
     else:
-        raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, ["auto", *FLOAT_NAMES, *names]))
+        raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, dtype_names(recipes)))
     plain = Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     if recipe is None:
         return plain

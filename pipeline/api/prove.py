@@ -56,6 +56,7 @@ def prove(
 
     Greedy answers are compared with those of the reference runtime, which computes in PyTorch with the same quantized
     weights. A precision that fails is part of the report, with the end of its logs; the others are tried all the same.
+    A named one that this GPU or runtime does not run has failed too.
     The report holds no value of a variable that names a secret, and no home folder.
 
     Raises UsageError (an unknown name, no precision that this GPU runs) and HostError.
@@ -64,6 +65,7 @@ def prove(
     from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.nvidia import read_gpus
+    from trtpipe.engines.precision import dtype_names
     from trtpipe.pipeline.api.build import settings
     from trtpipe.pipeline.prove import page
     from trtpipe.pipeline.prove.proof import Proof
@@ -80,6 +82,8 @@ def prove(
         try:
             specs[name] = settings(**common, dtype=name)
         except UsageError as error:
+            if name not in dtype_names(facts.load_quant_recipes()):
+                raise
             refused[name] = str(error)
     if not specs:
         reasons = list(dict.fromkeys(refused.values()))
@@ -97,6 +101,7 @@ def prove(
     proof = Proof(
         version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
         model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
+        named=bool(names),
     )  # fmt: skip
     page.write(proof, output)
     return proof

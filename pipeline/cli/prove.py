@@ -56,9 +56,9 @@ def prove(
         )
     with console_progress.working("prove", announce=False) as work:
         proof = run(
-            model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
-            executor=executor, set=assigned, engine_python=engine_python, output=out, note=console.note,
-            progress=work.step,
+            model, gpu=gpu, runtime=runtime, dtype=[one.strip() for one in dtype.split(",")] if dtype else (),
+            toolchain=toolchain, executor=executor, set=assigned, engine_python=engine_python, output=out,
+            note=console.note, progress=work.step,
         )  # fmt: skip
     if as_json:
         console.result_json(proof.to_json())

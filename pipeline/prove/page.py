@@ -53,6 +53,9 @@ def render(proof: Proof) -> str:
 def _findings(proof: Proof) -> Iterator[Finding]:
     if proof.caution:
         yield Finding(text=sentence(proof.caution))
+    if proof.named:
+        for name, why in proof.refused.items():
+            yield Finding(text=sentence(f"{name}: not run: {why}"), good=False)
     for lane in proof.lanes:
         failed = next((step for step in lane.steps if step.state == "failed"), None)
         out = next((step for step in lane.steps if step.state == "left out"), None)

@@ -52,6 +52,7 @@ class Proof:
 
     machine  what the figures depend on: system, processor, GPU, driver, versions
     refused  precisions that this GPU or runtime does not run, and why
+    named    whether the user named the precisions: then one that is refused has failed
     """
 
     version: str
@@ -61,6 +62,7 @@ class Proof:
     runtime: str
     lanes: tuple[Lane, ...]
     refused: Mapping[str, str]
+    named: bool = False
 
     @property
     def caution(self) -> str:
@@ -74,7 +76,8 @@ class Proof:
 
     @property
     def held(self) -> bool:
-        return bool(self.lanes) and all(lane.held for lane in self.lanes)
+        failed = self.named and bool(self.refused)
+        return bool(self.lanes) and not failed and all(lane.held for lane in self.lanes)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "held": self.held, "caution": self.caution, **asdict(self)}

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from trtpipe.engines.errors import StageFailed
+from tests.support.factories import hf_folder
+from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.pipeline.api import prove
+from trtpipe.pipeline.cli.prove import prove as command
 from trtpipe.pipeline.prove import page
 from trtpipe.pipeline.prove.proof import Lane, Proof
 
@@ -55,6 +57,28 @@ def test_a_full_disk_fails_a_step_and_not_what_was_proven_before() -> None:
     assert "No space left on device" in step.told
 
 
+def test_a_precision_that_is_named_and_refused_has_not_held() -> None:
+    def proof(**changes: Any) -> Proof:
+        return Proof(
+            version="1", date="2026-11-27", machine={"gpu": "cpu", "driver": "none"}, model="m", runtime="vllm",
+            lanes=(Lane(dtype="bf16", target="t", steps=()),), **changes,
+        )  # fmt: skip
+
+    named = proof(refused={"fp8": "no FP8 here"}, named=True)
+    assert (named.held, named.to_json()["held"], "fp8: not run: no FP8 here." in page.render(named)) == (
+        False, False, True,
+    )  # fmt: skip
+    assert proof(refused={"fp8": "no FP8 here"}).held
+    assert proof(refused={}, named=True).held
+
+
+def test_an_unknown_precision_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path / "tiny")
+    with pytest.raises(UsageError, match="unknown dtype 'fp9'; did you mean 'fp8'"):
+        prove.prove(model, gpu="cpu", runtime="reference", dtype=["fp32", "fp9"], output=tmp_path / "proof")
+    assert not (tmp_path / "proof").exists()
+
+
 def test_the_reference_runtime_compared_with_itself_is_told() -> None:
     def proof(runtime: str) -> Proof:
         return Proof(
@@ -66,3 +90,16 @@ def test_the_reference_runtime_compared_with_itself_is_told() -> None:
     assert (told in page.render(proof("reference")), told in page.render(proof("vllm"))) == (True, False)
     assert told in proof("reference").to_json()["caution"]
     assert proof("vllm").to_json()["caution"] == ""
+
+
+def test_precisions_may_have_spaces_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+
+    def work(*given: object, dtype: object, **more: object) -> None:
+        heard.append(dtype)
+        raise StageFailed("it was asked")
+
+    monkeypatch.setattr(prove, "prove", work)
+    with pytest.raises(StageFailed, match="it was asked"):
+        command(dtype="bf16, fp8")
+    assert heard == [["bf16", "fp8"]]
