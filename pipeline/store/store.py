@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,11 @@ KEY_DIGITS = 32
 READ_AGAIN_SECONDS = 7 * 86400
 # Smaller files are read every time.
 SMALL_BYTES = 1 << 20
+# Docker, Podman and Kubernetes mount such files of a container from a folder that has its id as its name.
+CONTAINER_ID = re.compile(r"/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostname|hosts|resolv\.conf) /etc/")
+MOUNTS = Path("/proc/self/mountinfo")
+# Files of Docker's and Podman's containers.
+CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,8 +305,13 @@ class Store:
 
 
 def machine() -> str:
-    """Name of this machine, by which those that share a store tell their run folders and servers apart."""
-    return os.uname().nodename
+    """Name of this machine, by which those that share a store tell their run folders and servers apart. A container is
+    a machine of its own: it may have the name of its host, and it has other folders and processes."""
+    name = os.uname().nodename
+    with contextlib.suppress(OSError):
+        if found := CONTAINER_ID.search(MOUNTS.read_text(errors="replace")):
+            return f"{name} (container {found[1]})"
+    return f"{name} (container)" if any(mark.exists() for mark in CONTAINER_MARKS) else name
 
 
 def host() -> dict[str, str]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from trtpipe.configs.home import default_home
 from trtpipe.pipeline.store.digests import Digests, Watch, combined, sha256_file
 from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
 from trtpipe.pipeline.store.scrub import Scrubbed, scrub
-from trtpipe.pipeline.store.store import Artefact, Store
+from trtpipe.pipeline.store.store import Artefact, Store, machine
 
 RECORD = Record(stage="convert", stage_version=1, inputs={}, settings={"dtype": "bfloat16"}, tools={})
 CONTENT = {"config.json": b"{}", "rank0.safetensors": b"weights" * 1000, "deep/er/x": b""}
@@ -586,3 +587,33 @@ def test_damaged_memory_costs_time_only(tmp_path: Path, content: str) -> None:
     assert digests.file(path) == sha256_file(path)
     digests.save()
     assert [row[0] for row in json.loads(memory.read_text()).values()] == [sha256_file(path)]
+
+
+DOCKER = "812 790 8:1 /var/lib/docker/containers/{id}/hostname /etc/hostname rw,relatime - ext4 /dev/sda1 rw"
+PODMAN = "99 80 0:25 /containers/overlay-containers/{id}/userdata/hostname /etc/hostname rw - tmpfs tmpfs rw"
+HOST = "25 1 8:1 / / rw - ext4 /dev/sda1 rw\n90 25 0:48 / /var/lib/docker/containers/{id}/mounts/shm rw - tmpfs"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "marked", "name"),
+    [
+        (DOCKER, True, "gpu-7 (container 0123456789ab)"),
+        (PODMAN, True, "gpu-7 (container 0123456789ab)"),
+        (DOCKER, False, "gpu-7 (container 0123456789ab)"),
+        (HOST, True, "gpu-7 (container)"),
+        (HOST, False, "gpu-7"),
+        (None, False, "gpu-7"),
+    ],
+)
+def test_a_container_is_a_machine_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str | None, marked: bool, name: str
+) -> None:
+    """Also one that has its host's name, as with `docker run --network host`."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="gpu-7"))
+    monkeypatch.setattr("trtpipe.pipeline.store.store.MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr("trtpipe.pipeline.store.store.CONTAINER_MARKS", (tmp_path / "mark",))
+    if mounts is not None:
+        (tmp_path / "mountinfo").write_text(mounts.format(id="0123456789ab" + 52 * "c"))
+    if marked:
+        (tmp_path / "mark").touch()
+    assert machine() == name
