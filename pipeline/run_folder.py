@@ -18,7 +18,7 @@ from trtpipe.pipeline import stages
 from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
-from trtpipe.pipeline.store.folders import sync, write_whole
+from trtpipe.pipeline.store.folders import sync, write_together, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
 from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store, machine
 
@@ -46,17 +46,18 @@ class RunFolder:
         other settings are the target's no longer. Raises UsageError while `tune` measures the target."""
         self.require_untuned(store)
         self.path.mkdir(parents=True, exist_ok=True)
-        if self.id is None:
+        if self.id is None or self._is_copy(store):
             write_whole(self.path / ID, uuid.uuid4().hex + "\n")
         write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
-        self._register(store, self._entries(retired=True))
+        with store.referring():
+            self._register(store, self._entries(retired=True))
         wanted = stages.stages_of(spec)
         self._retire(lambda stage, record: stage not in wanted or bool(stage.other_settings(spec, record)))
         sync(self.path.parent)
 
     def started(self, store: Store) -> bool:
         """Whether `start` was called for this folder and store."""
-        return self.root(store).is_file() or self._early_root(store).is_file()
+        return any(root.is_file() for root in (*self.roots(store), self._early_root(store)))
 
     @property
     def id(self) -> str | None:
@@ -64,6 +65,14 @@ class RunFolder:
         try:
             return read_bounded(self.path / ID, MAX_ID_BYTES).decode().strip()
         except (OSError, ValueError):
+            return None
+
+    @property
+    def inode(self) -> int | None:
+        """Its inode number, which tells it from a copy that has the same id; None where it is not there."""
+        try:
+            return self.path.stat().st_ino
+        except OSError:
             return None
 
     @property
@@ -88,12 +97,27 @@ class RunFolder:
         digest = hashlib.sha256(os.fsencode(self.path.resolve()) + b"\0" + self.id.encode()).hexdigest()
         return store.home / "roots" / f"{digest[:KEY_DIGITS]}.json"
 
+    def roots(self, store: Store) -> list[Path]:
+        """The roots of this folder: `root`, and those of machines and containers that have it at another path."""
+        found = [] if self._is_copy(store) else [self.root(store)]
+        for root in sorted((store.home / "roots").glob("*.json")):
+            told = _told(root)
+            if root not in found and (told.get("id"), told.get("inode")) == (self.id, self.inode):
+                found.append(root)
+        return found
+
+    def _is_copy(self, store: Store) -> bool:
+        """Whether `root` is of another machine's folder, from which this one was copied with its id."""
+        told = _told(self.root(store))
+        return told.get("machine", machine()) != machine() and told.get("inode", self.inode) != self.inode
+
     def _early_root(self, store: Store) -> Path:
         """The root that earlier versions wrote, with the folder's path alone."""
         return store.home / "roots" / f"{self.key}.json"
 
     def _register(self, store: Store, entries: Mapping[str, tuple[Record, Origin | None]]) -> None:
-        """Write the root, with the artefacts of `entries` for machines that do not see the folder."""
+        """Write the root, with the artefacts of `entries` for machines that do not see the folder. It is written anew
+        where nothing has changed too: its age is that of the last build."""
         root = self.root(store)
         root.parent.mkdir(parents=True, exist_ok=True)
         folders = [store.of(origin).folder(record) for record, origin in entries.values()]
@@ -101,9 +125,10 @@ class RunFolder:
             "run": str(self.path.resolve()),
             "machine": machine(),
             "id": self.id,
+            "inode": self.inode,
             "artefacts": sorted(folder.relative_to(store.home).as_posix() for folder in folders),
         }
-        write_whole(root, json.dumps(told))
+        write_together({root: json.dumps(told)})
 
     def spec(self) -> BuildSpec:
         """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this
@@ -264,11 +289,16 @@ class RunFolder:
         return out
 
     def _raw(self) -> dict[str, Any]:
-        try:
-            value = load_json(self.path / "run.json")
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        return _told(self.path / "run.json")
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it cannot be read."""
+    try:
+        value = load_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def find_run(target: str) -> RunFolder | None:

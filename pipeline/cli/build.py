@@ -306,6 +306,14 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
+    others_after: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="DAYS",
+            help="Forget runs of other machines and of containers that were not built for this many days.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Delete artefacts that no run refers to.
@@ -317,18 +325,21 @@ def gc(
     Examples:
       trtpipe gc --dry-run
       trtpipe gc
+      trtpipe gc --others-after 90
     """
+    from functools import partial
+
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
-    store = own_store()
-    garbage, others = find_garbage(store, references), elsewhere(store)
+    store, kept_by = own_store(), partial(references, others_after=others_after)
+    garbage, others = find_garbage(store, kept_by), elsewhere(store, others_after)
     if garbage and not as_json:
         console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
-        garbage = remove(garbage, store, references)
-        forget_deleted(store)
+        garbage = remove(garbage, store, kept_by)
+        forget_deleted(store, others_after)
     if as_json:
         kept = [{"kept_for": one.name, "machine": one.machine, "file": one.file} for one in others]
         console.result_json({"dry_run": dry_run, "garbage": garbage, "elsewhere": kept})
@@ -336,7 +347,10 @@ def gc(
     if others:
         console.table(("kept for", "on", "by"), [(one.name, one.machine, one.file) for one in others])
         told = "run `trtpipe gc` on that machine to drop what was deleted on it"
-        console.note(f"{told}; remove the file of a machine that is gone")
+        console.note(
+            f"{told}; --others-after DAYS forgets runs that were not built for so long; "
+            "remove the file of a server whose machine is gone"
+        )
     console.result(
         f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
     )

@@ -111,14 +111,15 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
         if path.is_symlink():
             path.unlink()
         else:
-            root = RunFolder(path).root(store)
+            roots = RunFolder(path).roots(store)
             try:
                 shutil.rmtree(path)
             except OSError as error:  # it names the file without its folder
                 raise HostError(
                     f"{path} cannot be removed", why=error.strerror or str(error), remedy="check the permissions"
                 ) from None
-            root.unlink(missing_ok=True)
+            for root in roots:
+                root.unlink(missing_ok=True)
     return [path.name if path.parent == RUNS else str(path) for path in paths]
 
 

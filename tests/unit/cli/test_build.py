@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -129,7 +130,12 @@ def test_gc_names_what_it_keeps_for_other_machines(
     assert rows(done.out) == [
         ["kept for", "on", "by"], [str(folder), "gpu-7", str(root)], ["dropped 0, 0 B"]
     ]  # fmt: skip
-    assert "run `trtpipe gc` on that machine to drop what was deleted on it" in done.err
+    assert (
+        "run `trtpipe gc` on that machine to drop what was deleted on it; --others-after DAYS forgets runs that were "
+        "not built for so long; remove the file of a server whose machine is gone"
+    ) in " ".join(done.err.split())
+    os.utime(root, (0, 0))
+    assert run("gc", "--dry-run", "--others-after", "30").out.splitlines()[-1].startswith("would drop 5, ")
     assert json.loads(run("gc", "--json").out) == {
         "dry_run": False, "garbage": [],
         "elsewhere": [{"kept_for": str(folder), "machine": "gpu-7", "file": str(root)}],

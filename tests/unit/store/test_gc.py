@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from trtpipe.pipeline.runner import StageResult, execute, satisfy
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
 from trtpipe.pipeline.serving.servers import MAX_PID, Served, Server, recorded
+from trtpipe.pipeline.serving.targets import remove_targets
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.store import gc
 from trtpipe.pipeline.store.manifest import Record
-from trtpipe.pipeline.store.store import Artefact, Store
+from trtpipe.pipeline.store.store import Artefact, Store, machine
 
 
 @pytest.fixture
@@ -273,6 +275,13 @@ def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
         gc.find_garbage(store, references)
 
 
+def test_a_root_and_a_record_that_are_removed_meanwhile_do_not_stop_it(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    for place in (a_root(store).with_name("0123.json"), the_record_of_a_server(store)):
+        place.symlink_to("gone")
+    assert found(store) == []
+
+
 def test_a_run_folder_that_may_not_be_looked_into_stops_it(
     store: Store, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +345,7 @@ def test_what_a_run_of_another_machine_refers_to_stays(
     on_another_machine()
     assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
     (other,) = elsewhere(store)
-    assert (other.name, other.machine) == (str(Path("runs/tiny.cpu.fp32").absolute()), os.uname().nodename)
+    assert (other.name, other.machine) == (str(Path("runs/tiny.cpu.fp32").absolute()), machine())
     assert (other.file, len(other.artefacts)) == (a_root(store), 5)
     forget_deleted(store)
     assert elsewhere(store) == [other]
@@ -357,6 +366,68 @@ def test_a_run_folder_that_two_machines_see_counts_as_it_is(
     build(plan(model, "build.max_batch_size=8"), store)
     assert [stage for stage, _ in found(store)] == ["build", "package"]
     assert json.loads(a_root(store).read_text())["machine"] == "b"
+
+
+def test_a_copy_of_a_run_folder_at_the_same_path_is_a_run_folder_of_its_own(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model), store)
+    first = a_root(store)
+    before = first.read_bytes()
+    on_another_machine()
+    shutil.copytree("runs of a", "runs", symlinks=True)
+    # The machine of the other folder may have built it anew since.
+    assert (found(store), [one.file for one in elsewhere(store)]) == ([], [first])
+    build(plan(model, "build.max_batch_size=8"), store)
+    assert (found(store), first.read_bytes()) == ([], before)
+    assert (len(list((store.home / "roots").iterdir())), [one.file for one in elsewhere(store)]) == (2, [first])
+    assert remove_targets(["tiny.cpu.fp32"], store) == ["tiny.cpu.fp32"]
+    assert a_root(store) == first
+    assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
+
+
+def test_a_copy_that_is_removed_leaves_the_root_of_the_other_folder(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model), store)
+    on_another_machine()
+    shutil.copytree("runs of a", "runs", symlinks=True)
+    remove_targets(["tiny.cpu.fp32"], store)
+    assert (a_root(store).is_file(), found(store)) == (True, [])
+
+
+def test_a_target_that_a_container_built_at_another_path_is_removed_with_its_root(
+    store: Store, model: Path, tmp_path: Path
+) -> None:
+    build(plan(model), store)
+    root, there = a_root(store), tmp_path / "data" / "runs" / "tiny.cpu.fp32"
+    raw = {**json.loads(root.read_text()), "machine": "gpu-7 (container)", "run": str(there)}
+    root.with_name("0123.json").write_text(json.dumps(raw))
+    root.unlink()
+    (one,) = elsewhere(store)
+    assert (one.name, len(one.artefacts)) == (str(there), 5)
+    remove_targets(["tiny.cpu.fp32"], store)
+    assert (list((store.home / "roots").iterdir()), len(found(store))) == ([], 5)
+
+
+def test_runs_of_other_machines_that_were_not_built_for_long_are_forgotten_when_asked(
+    store: Store, model: Path, on_another_machine: Callable[[], None]
+) -> None:
+    build(plan(model), store)
+    month_ago = time.time() - 30 * 86400
+    os.utime(a_root(store), (month_ago, month_ago))
+    assert references(store, others_after=29) == references(store), "it is of this machine"
+    build(plan(model), store)
+    on_another_machine()
+    assert len(references(store, others_after=1)) == 5
+    os.utime(a_root(store), (month_ago, month_ago))
+    assert (len(elsewhere(store)), len(elsewhere(store, 31)), elsewhere(store, 29)) == (1, 1, [])
+    assert (len(references(store)), len(references(store, 31)), references(store, 29)) == (5, 5, set())
+    forget_deleted(store)
+    forget_deleted(store, 31)
+    assert a_root(store).is_file()
+    forget_deleted(store, 29)
+    assert list((store.home / "roots").iterdir()) == []
 
 
 def test_where_a_run_was_deleted_its_root_goes(store: Store, model: Path) -> None:
@@ -395,4 +466,10 @@ def test_a_server_of_another_machine_is_left_alone(
     assert (recorded(store), record.read_bytes()) == ([], before)
     assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
     (other,) = elsewhere(store)
-    assert (other.name, other.machine, other.file) == ("x", os.uname().nodename, record)
+    assert (other.name, other.machine, other.file) == ("x", machine(), record)
+    # A container has the store at another path.
+    text = json.dumps({**json.loads(before), "served": [
+        {"name": "x", "repository": str(Path("/cache", repository.relative_to(store.home)))}
+    ]})  # fmt: skip
+    record.write_text(text)
+    assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
