@@ -90,8 +90,9 @@ def monitoring(
         str, typer.Option(help="Addresses of the servers' metrics: host:port,...; of the running server if left out.")
     ] = "",
     gateways: Annotated[
-        str, typer.Option(help="Addresses of the gateways: host:port,...; of the running server if left out.")
-    ] = "",
+        str | None,
+        typer.Option(help='Addresses of the gateways: host:port,...; "" for none; of the running server if left out.'),
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
     ] = None,
@@ -125,7 +126,8 @@ def monitoring(
     write_monitoring(
         loaded if found else model_names(repository), out,
         targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
-        gateways=gateways.split(",") if gateways else addresses, key_file=api_key_file,
+        gateways=addresses if gateways is None else [one for one in gateways.split(",") if one],
+        key_file=api_key_file,
     )  # fmt: skip
     if as_json:
         console.result_json({"folder": out, "files": sorted((ALERTS, DASHBOARD, SCRAPE))})

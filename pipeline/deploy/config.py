@@ -38,11 +38,14 @@ class DeployConfig:
     api_keys                   whether the gateway asks its clients for a key
     api_keys_secret            name of an existing secret with the keys; None takes NAME-api-keys
     image_pull_secret          name of an existing secret for a private registry
-    pvc, model_image,          where the model repository is, one of the three: a PersistentVolumeClaim that every
-    host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
+    pvc                        where the model repository is, one of the three: a PersistentVolumeClaim that every
+                               replica can read
+    model_image                or an image that holds it
+    host_path                  or a folder of the node, on a cluster of one node
     repository_path            the repository's folder in the volume or image
-    replicas_min, replicas_max bounds of the number of replicas, which is fixed when both are equal. None takes
-                               four, or the minimum if it is more
+    replicas_min               fewest replicas
+    replicas_max               most replicas; their number is fixed when it equals replicas_min. None takes four, or the
+                               minimum if it is more
     waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
     unanswered_per_replica     requests at the gateway that may have no token, on average, before a replica is added
     scale_down_seconds         how long the load must have been lower before a replica is removed

@@ -6,9 +6,11 @@ and the autoscaler itself, in its mode without Knative, which would take the gat
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from trtpipe.pipeline.deploy.target import Target
+from trtpipe.pipeline.deploy.values import to_yaml
 
 MAIN = "kserve-container"
 # What a ServingRuntime has of a pod; the InferenceService has the rest.
@@ -23,17 +25,23 @@ def manifests(target: Target, template: dict[str, Any]) -> dict[str, dict[str, A
     runtime = {key: pod.pop(key) for key in OF_RUNTIME if key in pod}
     least = target.config.replicas_min
     labels = target.labels()
+    spec = {
+        "supportedModelFormats": [{"name": target.passport.runtime}],
+        "multiModel": False,
+        **template["metadata"],
+        **runtime,
+    }
+    # KServe watches InferenceServices alone: what changes in the runtime has to change in them as well.
+    changes = {
+        **template["metadata"]["annotations"],
+        "trtpipe/runtime": hashlib.sha256(to_yaml(spec).encode()).hexdigest()[:16],
+    }
     return {
         "servingruntime.yaml": {
             "apiVersion": "serving.kserve.io/v1alpha1",
             "kind": "ServingRuntime",
             "metadata": {"name": target.name, "labels": labels},
-            "spec": {
-                "supportedModelFormats": [{"name": target.passport.runtime}],
-                "multiModel": False,
-                **template["metadata"],
-                **runtime,
-            },
+            "spec": spec,
         },
         "inferenceservice.yaml": {
             "apiVersion": "serving.kserve.io/v1beta1",
@@ -44,6 +52,7 @@ def manifests(target: Target, template: dict[str, Any]) -> dict[str, dict[str, A
                 "annotations": {
                     "serving.kserve.io/deploymentMode": "RawDeployment",
                     "serving.kserve.io/autoscalerClass": "external",
+                    **changes,
                 },
             },
             "spec": {

@@ -24,6 +24,7 @@ from trtpipe.pipeline.deploy.pods import pod_spec
 from trtpipe.pipeline.deploy.prometheus import FULL, FULLNESS, UNANSWERED, adapter_rules, pod_monitor, waiting_metric
 from trtpipe.pipeline.deploy.target import Target, repository_digest
 from trtpipe.pipeline.deploy.values import Lifted, lifted, to_template, to_yaml, values_schema, values_yaml
+from trtpipe.pipeline.serving.host_memory import cache_bytes
 from trtpipe.pipeline.store.folders import new_folder
 
 Manifest = dict[str, Any]
@@ -80,6 +81,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig, repository: Pat
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image,
         gateway_image=_gateway_image(passport, config),
         repository=None if repository is None else repository_digest(repository),
+        host_bytes=0 if repository is None else cache_bytes(repository),
     )  # fmt: skip
 
 

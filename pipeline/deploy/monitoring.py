@@ -61,9 +61,10 @@ def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Pa
         )
     for job, where in zip(config["scrape_configs"], (targets, gateways), strict=True):
         found = [_address(one) for one in where]
-        job["static_configs"][0]["targets"] = [address for _, address in found]
-        if "https" in {scheme for scheme, _ in found}:
-            job["scheme"] = "https"
+        plain, encrypted = ([address for scheme, address in found if scheme == one] for one in ("http", "https"))
+        job["static_configs"] = [{"targets": plain}] if plain else []
+        if encrypted:
+            job["static_configs"].append({"targets": encrypted, "labels": {"__scheme__": "https"}})
     if key_file is not None:
         job["authorization"] = {"credentials_file": str(key_file)}
     if not gateways:
@@ -76,12 +77,13 @@ def _address(text: str) -> tuple[str, str]:
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        good = good and parts.path in ("", "/", "/metrics")
     except ValueError:  # of the port, or of a bracket
         good = False
     if not good or re.search(r"[\s,@]", text):
         raise UsageError(f"'{text}' is not the address of metrics", remedy="give host:port, as gpu-1:8002")
     # A server that listens on all addresses is found on this machine.
-    return parts.scheme, parts.netloc.replace("0.0.0.0", "localhost")
+    return parts.scheme, f"localhost:{parts.port}" if parts.hostname == "0.0.0.0" else parts.netloc
 
 
 def _alert_rules(models: Sequence[str], *, gateway: bool) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _resources(target: Target) -> dict[str, Any]:
     passport, config, placement = target.passport, target.config, target.placement
     # The reference runtime holds all ranks in one process, computes in float32, and keeps its cache beside them.
     ranks = 3 * passport.world_size if target.gpu.is_cpu else placement.ranks
-    memory = f"{math.ceil((ranks * passport.gpu_bytes + BASE_BYTES) / GIB)}Gi"
+    memory = f"{math.ceil((ranks * passport.gpu_bytes + target.host_bytes + BASE_BYTES) / GIB)}Gi"
     requests: dict[str, Any] = {
         "cpu": Lifted("resources.cpu", str(config.cpus * placement.ranks)),
         "memory": Lifted("resources.memory", config.memory or memory),

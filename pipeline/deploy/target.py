@@ -27,6 +27,7 @@ class Target:
 
     gateway_image  None where there is no gateway
     repository     digest of the model repository; None where it is not at hand
+    host_bytes     of the host's memory that the KV cache takes
     """
 
     passport: Passport
@@ -37,6 +38,7 @@ class Target:
     image: str
     gateway_image: str | None
     repository: str | None = None
+    host_bytes: int = 0
 
     @property
     def grouped(self) -> bool:

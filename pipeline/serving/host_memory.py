@@ -25,11 +25,11 @@ def require_host_memory(name: str, repository: Path) -> None:
 
 
 def cache_bytes(repository: Path) -> int:
-    """Bytes of the host's memory that the engine's KV cache takes. The repository has been checked."""
+    """Bytes of the host's memory that the engine's KV cache takes; 0 for a repository that `check` finds wrong there."""
     settings = repository / MODEL / "1" / SETTINGS
     if settings.is_file():
         found = (read_yaml(settings).get("kv_cache_config") or {}).get("host_cache_size")
     else:
         _, config = parse(repository / MODEL / "config.pbtxt", Report(repository))
         found = None if config is None else config.parameters["kv_cache_host_memory_bytes"].string_value
-    return int(found or 0)
+    return int(found) if str(found).isdecimal() else 0

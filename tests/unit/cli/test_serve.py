@@ -368,6 +368,7 @@ def test_monitoring_scrapes_the_server_that_runs(
     told = json.loads(run("monitoring", "a", "--json").out)
     assert (told["folder"], "prometheus.yml" in told["files"]) == ("monitoring", True)
     assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
+    assert scraped("--metrics", "x:1", "--gateways", "") == [["x:1"]]
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
 

@@ -56,6 +56,7 @@ from trtpipe.pipeline.deploy.placement import place
 from trtpipe.pipeline.deploy.values import to_yaml
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.llmapi import SETTINGS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -616,6 +617,16 @@ def test_a_change_of_the_repository_alone_makes_other_pods(tmp_path: Path) -> No
         (folder / "ensemble").mkdir()
         (folder / "ensemble" / "config.pbtxt").write_text("max_batch_size: 8")
         return {}
+
+    host = tmp_path / "offloads"
+    (host / "tensorrt_llm" / "1").mkdir(parents=True)
+    (host / "tensorrt_llm" / "1" / SETTINGS).write_text(f"kv_cache_config: {{host_cache_size: {64 << 30}}}")
+    needs = []
+    for known in (None, host):
+        one = manifests(plan(engine(), find_gpu("h100"), CASES["one"].config(), known))["base/deployment.yaml"]
+        held = one["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"].value
+        needs.append(int(held.removesuffix("Gi")))
+    assert needs[1] == needs[0] + 64
 
     record = Record(stage="package", stage_version=1, inputs={"engine": "e"}, settings={}, tools={})
     made = Store(tmp_path / "home").make(record, packaged)

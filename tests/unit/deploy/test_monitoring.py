@@ -213,8 +213,16 @@ def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
     servers, gateways = yaml.safe_load((tmp_path / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
     assert servers["static_configs"] == [{"targets": ["gpu-1:8002", "localhost:18002"]}]
     assert {"scheme", "authorization"}.isdisjoint(servers)
-    assert gateways["static_configs"] == [{"targets": ["[::1]:9000"]}]
-    assert (gateways["scheme"], gateways["authorization"]) == ("https", {"credentials_file": "/etc/prometheus/key"})
+    encrypted = {"__scheme__": "https"}
+    assert gateways["static_configs"] == [{"targets": ["[::1]:9000"], "labels": encrypted}]
+    assert gateways["authorization"] == {"credentials_file": "/etc/prometheus/key"}
+    write_monitoring(MODELS, tmp_path, gateways=["https://gpu-1:9000", "10.0.0.0:9000"])
+    (_, gateways) = yaml.safe_load((tmp_path / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
+    assert gateways["static_configs"] == [
+        {"targets": ["10.0.0.0:9000"]}, {"targets": ["gpu-1:9000"], "labels": encrypted}
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="'http://gpu-1:8002/other' is not the address of metrics"):
+        write_monitoring(MODELS, tmp_path, targets=["http://gpu-1:8002/other"])
 
 
 def test_without_a_gateway_nothing_asks_for_one(rules: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.unit.deploy.cases import CASES, GROUPS, charted, made, read, resources, schema, templates
+from tests.unit.deploy.cases import CASES, GROUPS, charted, engine, made, read, resources, schema, templates
 from trtpipe.configs.facts import find_gpu
-from trtpipe.pipeline.deploy.kubernetes import write
+from trtpipe.pipeline.deploy.kubernetes import manifests, plan, write
 
 
 def rendered(name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +120,20 @@ def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
     assert (runtime["spec"]["labels"], runtime["spec"]["annotations"]) == (
         template["metadata"]["labels"], template["metadata"]["annotations"]
     )  # fmt: skip
+
+
+def test_what_kserve_watches_changes_with_the_runtime() -> None:
+    """It replaces pods for a changed InferenceService alone."""
+
+    def annotations(image: str | None = None, **changes: Any) -> dict[str, str]:
+        config = CASES["one"].config()
+        built = plan(engine(**changes), find_gpu("h100"), replace(config, image=image or config.image))
+        found: dict[str, str] = manifests(built)["kserve/inferenceservice.yaml"]["metadata"]["annotations"]
+        return found
+
+    seen = [annotations(), annotations(image="other:1"), annotations(build_config={"max_batch_size": 8})]
+    assert len({tuple(sorted(one.items())) for one in seen}) == 3
+    assert annotations() == seen[0]
 
 
 def test_kserve_gets_no_group() -> None:
