@@ -32,4 +32,5 @@ def cache_bytes(repository: Path) -> int:
     else:
         _, config = parse(repository / MODEL / "config.pbtxt", Report(repository))
         found = None if config is None else config.parameters["kv_cache_host_memory_bytes"].string_value
-    return int(found) if str(found).isdecimal() else 0
+    text = str(found)
+    return int(text) if text.isdecimal() else 0
