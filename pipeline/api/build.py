@@ -95,6 +95,9 @@ class Built:
 def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
     """Resolve the settings of a build, each with its source; reads YAML files only.
 
+    Of a model that is known by its Hugging Face id alone it does not see that it is quantized already. `build` refuses
+    such a spec, and takes the same options.
+
     Raises UsageError for what cannot be built, ConfigError (an InputDataError) for a mistake in a recipe.
     """
     from trtpipe.pipeline.resolve import resolve
@@ -158,8 +161,9 @@ def build(
     from trtpipe.pipeline.runner import execute
     from trtpipe.pipeline.store.store import Store
 
-    if spec is not None and options:
-        raise UsageError(f"a spec and {next(iter(options))} are given", remedy="give one of them")
+    also = [name for name, value in options.items() if value is not None]
+    if spec is not None and also:
+        raise UsageError(f"a spec and {also[0]} are given", remedy="give one of them")
     spec, place = spec or resolved(layers(**options)), None if folder is None else Path(folder)
     store = store or Store(default_home())
     try:

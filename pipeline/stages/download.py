@@ -157,7 +157,7 @@ def _require_same(spec: BuildSpec, folder: Path) -> None:
         raise InputDataError(
             f"{spec.model.name} is not quantized as the settings say",
             why=f"its files are {is_now}, and the settings were resolved for {was}",
-            remedy="resolve them again: run `trtpipe build` with the model's options",
+            remedy="resolve them again: run `trtpipe build`, or call `trtpipe.build`, with the model's options",
         )
 
 

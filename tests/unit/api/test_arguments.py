@@ -98,6 +98,14 @@ def test_an_argument_of_a_wrong_kind_is_named(function: Any, arguments: Any, nam
     assert str(error.value) == f"{name} is {value!r}; {remedy}"
 
 
+def test_an_option_that_is_none_is_left_out_beside_a_spec() -> None:
+    spec = trtpipe.settings(recipe="smollm2-cpu")
+    with pytest.raises(trtpipe.UsageError, match="a spec and dtype are given; give one of them"):
+        trtpipe.build(spec, gpu=None, dtype="fp32")
+    with pytest.raises(trtpipe.UsageError, match="unknown stage 'none'"):
+        trtpipe.build(spec, gpu=None, until="none")
+
+
 def test_what_the_system_refuses_is_told_as_the_command_tells_it(in_folder: Path) -> None:
     long = "x" * 300  # a file's name has 255 characters at most
     Path("file").touch()
