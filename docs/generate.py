@@ -22,6 +22,7 @@ from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import METRICS
 from trtpipe.pipeline.cli import app
 from trtpipe.pipeline.cli.help import COMMON
+from trtpipe.pipeline.deploy.config import OPTIONS, DeployConfig
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
 from trtpipe.pipeline.layers import GROUPS, LORA, SCALARS
@@ -97,7 +98,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
 
 def settings() -> Iterator[str]:
     """Every setting of a recipe: the scalars, then each group."""
-    options = {one.name: one for one in app.command().commands["build"].params}
+    options = {one.name: one for one in app.command().commands["settings"].params}
     yield "## Target\n"
     yield from table(("setting", "meaning"), [(code(name), text(options[name].help)) for name in (*SCALARS, LORA)])
     for group, kind in GROUPS.items():
@@ -110,6 +111,18 @@ def settings() -> Iterator[str]:
             default = "chosen by the build" if field.default is None else code(field.default)
             rows.append((code(f"{group}.{field.name}"), default, allowed, text(meanings[field.name])))
         yield from table(("setting", "default", "values", "meaning"), rows)
+
+
+def deployment() -> Iterator[str]:
+    """Every setting of `deploy k8s --set`: those without an option of their own."""
+    meanings = _meanings(DeployConfig)
+    defaults = {None: "none", (): "none", dataclasses.MISSING: "the target"}
+    rows = [
+        (code(one.name), defaults.get(one.default) or code(one.default), text(meanings[one.name]))
+        for one in dataclasses.fields(DeployConfig)
+        if one.name not in (*OPTIONS, "openai")
+    ]
+    yield from table(("setting", "default", "meaning"), rows)
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
@@ -232,6 +245,7 @@ def formats() -> Iterator[str]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "settings": settings,
+    "deployment": deployment,
     "metrics": metrics,
     "runtimes": runtimes,
     "errors": errors,

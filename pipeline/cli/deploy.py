@@ -42,7 +42,8 @@ def k8s(
         str | None, typer.Option(help="Collector that the gateway sends traces to: http://collector:4318.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Any other setting of docs/reference/settings.md: replicas_max=8; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
