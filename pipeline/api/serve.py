@@ -114,7 +114,10 @@ class Client:
     def generate(
         self, prompt: str, *, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Unpack[Sampling]
     ) -> str:
-        """The model's continuation of `prompt`, without a chat template. Raises as `stream`."""
+        """The model's continuation of `prompt`, without a chat template; "" where it ends at once.
+
+        Raises as `stream`.
+        """
         return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
 
     def chat(

@@ -53,7 +53,10 @@ def chat(
     options = {name: value for name, value in asked.items() if value is not None}
     key = api_key()
     model = served.model_name(adapter)
-    talk = Conversation(found.gateway_url, model, key=key, system=system, options=options)
+    talk = Conversation(
+        found.gateway_url, model, key=key, system=system, options=options,
+        thinking=lambda: console.note("the model reasons before it answers"),
+    )  # fmt: skip
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         console.note(f"{model}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,18 @@ def usual_temperature(tokenizer: Path) -> float | None:
 
 
 class Conversation:
-    """Messages so far, and the next answer. `options` are fields of the requests, such as temperature."""
+    """Messages so far, and the next answer.
 
-    def __init__(self, url: str, model: str, *, key: str | None, system: str | None, options: dict[str, Any]) -> None:
+    options   fields of the requests, such as temperature
+    thinking  called once as an answer begins with reasoning, which is not part of its text
+    """
+
+    def __init__(
+        self, url: str, model: str, *, key: str | None, system: str | None, options: dict[str, Any],
+        thinking: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._url = url
+        self._thinking = thinking
         self._fields = {"model": model, **options}
         self._key = key
         self._first = [{"role": "system", "content": system}] if system is not None else []
@@ -38,11 +46,17 @@ class Conversation:
         """
         asked = [*self._messages, {"role": "user", "content": text}]
         said: list[str] = []
+        thought = False
         try:
             body = {**self._fields, "messages": asked}
             for event in events(self._url, "/v1/chat/completions", body, self._key):
                 for choice in event["choices"]:
-                    piece = choice["delta"].get("content") or ""
+                    delta = choice["delta"]
+                    # vLLM calls the field `reasoning`, older releases of it and TensorRT-LLM `reasoning_content`.
+                    if not thought and (delta.get("reasoning") or delta.get("reasoning_content")):
+                        thought = True
+                        self._thinking()
+                    piece = delta.get("content") or ""
                     said.append(piece)
                     yield piece
         finally:

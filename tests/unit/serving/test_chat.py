@@ -55,6 +55,25 @@ def test_what_was_said_goes_into_the_next_prompt_until_it_is_cleared(folder: Pat
     ask(saying(folder, "aé 😀"), folder, scenario)
 
 
+def test_reasoning_is_told_once_and_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    folder = write_model(tmp_path / "tokenizer", template)
+    heard: list[str] = []
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        url = str(client.base_url).rstrip("/")
+        talk = Conversation(
+            url, "llama", key=None, system=None, options={"max_tokens": 50}, thinking=lambda: heard.append("thinks")
+        )
+        for question in ("one?", "two?"):
+            heard.extend(filter(None, await asyncio.to_thread(list, talk.ask(question))))
+        assert triton.asked[1].prompt == tokens_of(folder, "[user]one?[assistant]yes[user]two?")
+
+    ask(saying(folder, "<think>\na city\n</think>\n\nyes"), folder, scenario)
+    end_fork_servers()
+    assert "".join(heard) == "thinksyesthinksyes"
+
+
 def test_an_answer_that_is_stopped_ends_its_request_and_is_kept_as_far_as_it_came(folder: Path) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         talk = conversation(client)
