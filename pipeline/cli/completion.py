@@ -17,13 +17,13 @@ def _matching(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def of(folder: str, *more: str) -> Callable[[str], list[str]]:
-    """Completion of names of files in a folder of configs and of the user's home, and of other names."""
+    """Completion of names of files in a folder of configs, for GPUs also of the user's home, and of other names."""
 
     def complete(incomplete: str) -> list[str]:
         from trtpipe.configs.facts import CONFIGS
         from trtpipe.configs.home import default_home
 
-        places = (CONFIGS / folder, default_home() / folder)
+        places = (CONFIGS / folder, *([default_home() / folder] if folder == "gpus" else []))
         return _matching({*more, *(path.stem for place in places for path in place.glob("*.yaml"))}, incomplete)
 
     return complete

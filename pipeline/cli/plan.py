@@ -100,9 +100,9 @@ def plan(
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.plan import against as compared
     from trtpipe.pipeline.api.plan import plan as advise
-    from trtpipe.pipeline.cli import console, console_plan
-    from trtpipe.pipeline.cli.config import read_config
+    from trtpipe.pipeline.cli import config, console, console_plan
     from trtpipe.pipeline.planner.disaggregation import disaggregate
+    from trtpipe.pipeline.planner.efficiency import load_efficiency
     from trtpipe.pipeline.planner.whatif import what_ifs
     from trtpipe.pipeline.store.folders import require_place
 
@@ -115,7 +115,12 @@ def plan(
         raise UsageError("no --model is given", remedy="name one of `trtpipe models`, or a folder")
     if page is not None:
         require_place(page)
-    own = read_config()
+    own = config.read_config()
+    if runtime is None and own.runtime is not None:
+        try:
+            load_efficiency().of(own.runtime)
+        except UsageError as error:
+            raise UsageError(f"runtime of {config.path()}: {error.what}", remedy="give --runtime") from None
     runtime = runtime or own.runtime or "tensorrt_llm"
     if acceptance is not None and not what_if:
         raise UsageError("--acceptance is for --what-if", remedy="give both")
@@ -130,7 +135,8 @@ def plan(
         )  # fmt: skip
         best = advice.candidates[0].option
         changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
-        splits = disaggregate(advice, disaggregated) if disaggregated is not None and best is not None else []
+        serves = advice.candidates[0].best is not None
+        splits = disaggregate(advice, disaggregated) if disaggregated is not None and serves else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 

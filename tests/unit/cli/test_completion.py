@@ -19,6 +19,7 @@ from tests.unit.cli.conftest import Run
         ("trtpipe build --recip", ["--recipe"]),
         ("trtpipe build --gpu h2", ["h20", "h200"]),
         ("trtpipe build --gpu a100,h2", ["a100,h20", "a100,h200"]),
+        ("trtpipe build --gpu a100,own", ["a100,own-card"]),
         ("trtpipe build --recipe smol", ["smollm2-cpu"]),
         ("trtpipe settings --model tiny", ["tinyllama-1.1b"]),
         ("trtpipe settings --runtime v", ["vllm"]),
@@ -40,6 +41,9 @@ def test_names_that_continue_a_word(
     (in_folder / "runs" / "mine.cpu.fp32").mkdir(parents=True)
     (tmp_path / "home" / "servers").mkdir(parents=True)
     (tmp_path / "home" / "servers" / "up.json").touch()
+    for name in ("gpus/own-card.yaml", "recipes/smol-own.yaml"):  # recipes there are not found by name
+        (tmp_path / "home" / name).parent.mkdir()
+        (tmp_path / "home" / name).touch()
     monkeypatch.setenv("_TRTPIPE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))

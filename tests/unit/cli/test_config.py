@@ -86,6 +86,17 @@ def test_a_price_and_a_registry_need_not_be_given(run: Run, file: Path, tmp_path
     )  # fmt: skip
 
 
+def test_plan_names_the_file_for_a_runtime_whose_speed_is_not_predicted(run: Run, file: Path) -> None:
+    question = ("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--input-tokens", "64",
+                "--output-tokens", "16", "--json")  # fmt: skip
+    assert run(*question).status == 0
+    file.write_text('runtime = "reference"\n')
+    assert run(*question).error() == (
+        f"runtime of {file}: the speed of runtime reference is not predicted; give --runtime"
+    )
+    assert run(*question, "--runtime", "vllm").status == 0
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
