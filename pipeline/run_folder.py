@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ RUNS = Path("runs")
 # File in a run folder with an id of its own: another machine may have another folder at the same path.
 ID = ".id"
 MAX_ID_BYTES = 100
+# Limits updates of the age of a root to one a day.
+WRITE_AGAIN_SECONDS = 86400
 # What a message says to do about an artefact from elsewhere that was lost, and about an unknown target.
 TAKE_AGAIN = "pull or import the target again"
 SEE_TARGETS = "`trtpipe ls` lists the targets in ./runs"
@@ -116,8 +119,8 @@ class RunFolder:
         return store.home / "roots" / f"{self.key}.json"
 
     def _register(self, store: Store, entries: Mapping[str, tuple[Record, Origin | None]]) -> None:
-        """Write the root, with the artefacts of `entries` for machines that do not see the folder. It is written anew
-        where nothing has changed too: its age is that of the last build."""
+        """Write the root, with the artefacts of `entries` for machines that do not see the folder. One in which nothing
+        has changed is written once a day: its age is that of the last build."""
         root = self.root(store)
         root.parent.mkdir(parents=True, exist_ok=True)
         folders = [store.of(origin).folder(record) for record, origin in entries.values()]
@@ -128,7 +131,9 @@ class RunFolder:
             "inode": self.inode,
             "artefacts": sorted(folder.relative_to(store.home).as_posix() for folder in folders),
         }
-        write_together({root: json.dumps(told)})
+        write_whole(root, json.dumps(told))
+        if time.time() - root.stat().st_mtime > WRITE_AGAIN_SECONDS:
+            write_together({root: json.dumps(told)})
 
     def spec(self) -> BuildSpec:
         """The spec of the target. Raises InputDataError where its file is absent or damaged, and UsageError where this

@@ -325,7 +325,6 @@ def gc(
     Examples:
       trtpipe gc --dry-run
       trtpipe gc
-      trtpipe gc --others-after 90
     """
     from functools import partial
 
