@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from tests.support.certificates import with_openssl, write_certificate
 from tests.support.gateways import CHAT, chat, events, mock_triton, run, saying, spoken, until, write_model
 from tests.unit.gateway.conftest import options
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.gateway.options import ServedModel
 
@@ -195,3 +197,62 @@ def test_a_gateway_that_cannot_take_other_models_goes_on(folder: Path, tmp_path:
             assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "empty", "log"]
 
     run(whole(), 120)
+
+
+def test_a_reload_after_an_interrupted_one_waits_for_its_own_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway still takes the models of the first one, and tells so, when the second one asks for the old ones."""
+
+    async def whole() -> None:
+        async with started(folder, tmp_path / "log") as (pid, url):
+            asleep = time.sleep
+
+            def interrupted(seconds: float) -> None:
+                if len(workers(pid)) == 2:
+                    raise KeyboardInterrupt
+                asleep(seconds)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "sleep", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    process.reload(pid, (ServedModel(name="new", tokenizer=folder),), tmp_path / "log")
+            before = (ServedModel(name="llama", tokenizer=folder),)
+            await asyncio.to_thread(process.reload, pid, before, tmp_path / "log")
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+                assert (await client.get("/v1/models")).json()["data"][0]["id"] == "llama"
+            assert (tmp_path / "log").read_text().count("gateway reloaded\n") == 2
+            assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+    run(whole(), 120)
+
+
+def test_a_reload_needs_no_log(folder: Path, tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with (
+            started(folder, tmp_path / "log") as (pid, url),
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+        ):
+            (tmp_path / "log").rename(tmp_path / "log.1")
+            with pytest.raises(InputDataError, match="no tokenizer that can be read"):
+                await asyncio.to_thread(
+                    process.reload, pid, (ServedModel(name="x", tokenizer=tmp_path),), tmp_path / "log"
+                )
+            models = (ServedModel(name="new", tokenizer=folder),)
+            await asyncio.to_thread(process.reload, pid, models, tmp_path / "log")
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "new"
+
+    run(whole(), 120)
+
+
+def test_a_gateway_that_the_system_gives_no_process_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def serve_models(self, models: tuple[ServedModel, ...]) -> None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    error = process._serve_models(Full(), [])  # type: ignore[arg-type]
+    assert isinstance(error, HostError)
+    assert str(error) == "Resource temporarily unavailable"
+    assert capsys.readouterr().out == (
+        'gateway failed: {"error": "HostError", "what": "Resource temporarily unavailable", "why": "", "remedy": ""}\n'
+    )
