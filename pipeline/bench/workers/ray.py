@@ -267,7 +267,17 @@ def placed(options: BenchOptions, files: dict[str, bytes], folder: Path) -> Benc
     work = options.work
     named = {name: getattr(work, name) for name in ("prompts", "sharegpt", "trace")}
     places: dict[str, Any] = {name: moved(work.folder / file, folder) for name, file in named.items() if file}
-    work = replace(work, folder=moved(work.folder, folder), **places)
+
+    def told(value: Any) -> Any:
+        """A length with its absolute files in `folder`."""
+        return value.replace("empirical:/", f"empirical:{folder}/") if isinstance(value, str) else value
+
+    sessions = work.sessions
+    if sessions is not None:
+        lengths = {name: told(getattr(sessions, name)) for name in ("turns", "think_s", "user_tokens")}
+        sessions = replace(sessions, **lengths)
+    places |= {name: told(getattr(work, name)) for name in ("input_tokens", "output_tokens")}
+    work = replace(work, folder=moved(work.folder, folder), sessions=sessions, **places)
     return replace(options, tokenizer=moved(options.tokenizer, folder), work=work)
 
 

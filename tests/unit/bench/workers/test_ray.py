@@ -17,7 +17,7 @@ import pytest
 from tests.support.bench_records import Row, made
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open
-from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.load.work import Sessions, Work
 from trtpipe.pipeline.bench.loop.load_point import Driven
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
@@ -171,3 +171,23 @@ def test_files_go_along_under_their_own_names(tmp_path: Path, tokenizer: Path) -
     assert placed.tokenizer.read_bytes() == tokenizer.read_bytes()
     assert [file.read_text() for file in placed.work.files] == ["hello\n"]
     assert all(there in file.parents for file in (placed.tokenizer, *placed.work.files))
+
+
+def test_lengths_in_files_are_read_from_what_went_along(tmp_path: Path, tokenizer: Path) -> None:
+    for name in ("in.txt", "out.txt", "turns.txt"):
+        (tmp_path / name).write_text("7\n")
+    work = Work(
+        input_tokens=f"empirical:{tmp_path}/in.txt", output_tokens=f"mix:0.5*8+0.5*empirical:{tmp_path}/out.txt",
+        sessions=Sessions(turns=f"empirical:{tmp_path}/turns.txt", think_s=1), folder=tmp_path,
+    )  # fmt: skip
+    target = Target(protocol="grpc", url="host:8001", model="ensemble")
+    asked = BenchOptions(targets=(target,), tokenizer=tokenizer, work=work)
+    there = tmp_path / "there"
+    placed = hosts.placed(asked, {str(file): file.read_bytes() for file in asked.work.files}, there)
+    assert [file.relative_to(there) for file in placed.work.files] == [
+        file.relative_to("/") for file in asked.work.files
+    ]
+    assert len(placed.work.files) == 3
+    assert all(file.read_text() == "7\n" for file in placed.work.files)
+    assert placed.work.sessions is not None
+    assert placed.work.sessions.think_s == 1
