@@ -217,6 +217,8 @@ def _served(
         stopped = next((result.stopped for result in report.results if result.stopped), None)
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.failures().items())
         raise StageFailed("requests of the benchmark failed", why=stopped or kinds)
+    if any(result.metrics["output_token_throughput"]["value"] is None for result in report.results):
+        raise StageFailed("the benchmark has no throughput", why=report.verdict()["reasons"][0]["why"])
     speeds = [
         Speed(
             concurrency=concurrency, tokens_per_s=result.metrics["output_token_throughput"]["value"],

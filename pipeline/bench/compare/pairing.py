@@ -77,14 +77,13 @@ class Side:
         return self._requests.get(number)
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
-        """Mean over repeats."""
+        """Mean over repeats; None where one of them has no value."""
         if metric == COST.name:
             name = self._throughput_name(numbers)
             cost: float | None = None if name is None else self._cost(self.value(numbers, name, VALUE))
             return cost
         found = [self.load_points[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
-        known = [one for one in found if one is not None]
-        return sum(known) / len(known) if known else None
+        return None if not found or None in found else sum(found) / len(found)
 
     def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
         """The value over resamples; None where it cannot be computed from the requests."""
@@ -100,13 +99,11 @@ class Side:
             return None if rates is None or not (rates > 0).all() else self._cost(rates)
         out = []
         for number in numbers:
-            value = self.value([number], metric, statistic)
-            if value is not None:
-                resampler = self._resampler(number)
-                drawn = None if resampler is None else resampler.draws(metric, statistic, value)
-                if drawn is None:
-                    return None
-                out.append(drawn)
+            value, resampler = self.value([number], metric, statistic), self._resampler(number)
+            drawn = None if value is None or resampler is None else resampler.draws(metric, statistic, value)
+            if drawn is None:
+                return None
+            out.append(drawn)
         return repeats(out, self._seed) if out else None
 
     def _throughput_name(self, numbers: Sequence[int]) -> str | None:

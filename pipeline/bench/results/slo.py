@@ -83,7 +83,8 @@ class Objective:
             return 1.0
         if self.percent is None:
             return 0.0
-        return 1 - self.percent / 100 if self.sign == "<" else self.percent / 100
+        # Rounded, since 1 - 0.9 is less than a tenth.
+        return round(1 - self.percent / 100 if self.sign == "<" else self.percent / 100, 9)
 
 
 def parse_objective(text: str) -> Objective:

@@ -94,6 +94,9 @@ def examine(
     if asked is not None and whole and reached < REACHED_SHARE * asked:
         why = f"{reached} in flight of {asked}"
         reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
+    if window is None and asked is not None and whole and records.good().any():
+        why = "at no time had every slot a measured request"
+        reasons.append(Reason("there is no throughput", why, "give more --requests, or a longer --duration"))
     if window is not None and whole and records.good().any():
         arrived = (records.stamps > window.start_ns) & (records.stamps <= window.stop_ns)
         if not arrived.any():

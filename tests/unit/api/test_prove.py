@@ -45,6 +45,21 @@ def test_a_benchmark_whose_requests_fail_is_no_proof(monkeypatch: pytest.MonkeyP
             prove._served(spec, Path("x"), "m", None)
 
 
+def test_a_benchmark_without_a_throughput_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext())
+    monkeypatch.setattr(prove, "_planned", lambda *given: {})
+    monkeypatch.setattr(prove, "_answers", lambda client: [])
+    report = SimpleNamespace(
+        interrupted=False, broken=None, partial=False, failures=dict,
+        results=[SimpleNamespace(metrics={"output_token_throughput": {"value": None}})],
+        verdict=lambda: {"reasons": [{"what": "there is no throughput", "why": "no slot was measured"}]},
+    )  # fmt: skip
+    monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, **more: report)
+    spec: Any = SimpleNamespace(target="x")
+    with pytest.raises(StageFailed, match="the benchmark has no throughput: no slot was measured"):
+        prove._served(spec, Path("x"), "m", None)
+
+
 def test_a_full_disk_fails_a_step_and_not_what_was_proven_before() -> None:
     way = prove._Way("bf16", lambda told: None, lambda step: None)
 

@@ -134,6 +134,17 @@ def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
     assert "cannot be judged: A has 0 error_rate, which nothing is a multiple of" in told
 
 
+def test_a_repeat_without_a_value_is_not_passed_over(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    silent = load_point(requests, repeat=1)
+    silent["metrics"]["time_to_first_token"] = dict.fromkeys(silent["metrics"]["time_to_first_token"])
+    a = save(tmp_path / "a", report([load_point(requests)]))
+    b = save(tmp_path / "b", report([load_point(requests), silent]))
+    found = compare([a, b], fail_if=["p99_ttft > 2x", "p99_ttft > 1s", "p99_latency > 2x"])
+    assert [one.fired for one in found.judgements] == [None, None, False]
+    assert "cannot be judged: no p99 of time_to_first_token" in str(found.refusal())
+
+
 @pytest.mark.parametrize("where", ["load point", "report"])
 def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
     requests = lines(20, seed=1)

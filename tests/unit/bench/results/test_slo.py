@@ -147,6 +147,15 @@ def test_an_objective_is_met_below_its_limit(objective: str, value: float, met: 
     assert row["met"] is found.met is met
 
 
+@pytest.mark.parametrize(
+    ("objective", "failed", "met"),
+    [("p90", 1, True), ("p90", 2, False), ("p99", 1, False), ("mean", 1, False)],
+)
+def test_as_many_requests_may_fail_as_the_percentile_leaves_out(objective: str, failed: int, met: bool) -> None:
+    rows = [*first(*[100] * (10 - failed)), *[Row(failed="Timeout", end=9)] * failed]
+    assert judged(made(*rows), f"ttft:{objective}<200ms").met is met
+
+
 def test_an_outcome_as_the_report_has_it() -> None:
     found = judged(made(*first(100, 200, 300)), "ttft:p50<250ms", "e2e:max<0.25s")
     assert found.to_json() == {

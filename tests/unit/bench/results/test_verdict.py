@@ -15,6 +15,7 @@ from trtpipe.pipeline.bench.results.verdict import Reason, SelfCheck, examine
 from trtpipe.pipeline.bench.results.window import Window
 
 LESS = "offer less load, or measure with more --workers, or from a machine with free cores"
+WINDOW = Window(start_ns=0, stop_ns=10_000_000 * MS)
 CLIENT = Client(lateness_ns=[0] * 100, cpu_ns=100 * MS, wall_ns=1000 * MS, peak=20)
 
 
@@ -26,7 +27,7 @@ def rows(*, delay: float = 0.0, count: int = 21) -> list[Row]:
 
 
 def check(client: Client = CLIENT, requests: list[Row] | None = None, **changes: Any) -> SelfCheck:
-    asked: dict[str, Any] = {"ttft_p50_ms": 50.0, "asked": 20, **changes}
+    asked: dict[str, Any] = {"ttft_p50_ms": 50.0, "asked": 20, "window": WINDOW, **changes}
     return examine(made(*(rows() if requests is None else requests)), (client,), **asked)
 
 
@@ -178,7 +179,7 @@ def test_figures_of_a_closed_loop() -> None:
 def test_processes_that_share_a_load_are_judged_by_the_fullest_and_counted_together() -> None:
     calm = replace(CLIENT, cpu_ns=100 * MS, peak=8)
     full = replace(CLIENT, cpu_ns=950 * MS, peak=12, lateness_ns=[9 * MS] * 100)
-    found = examine(made(*rows()), (calm, full), ttft_p50_ms=50.0, asked=20)
+    found = examine(made(*rows()), (calm, full), ttft_p50_ms=50.0, asked=20, window=WINDOW)
     assert [reason.what for reason in found.reasons] == ["the event loop was late", "the client's core was full"]
     assert found.figures["cpu_share"] == 0.95
     assert found.figures["in_flight"] == {"asked": 20, "reached": 20}
@@ -216,7 +217,8 @@ def test_conversations_need_no_request_in_flight_at_each_place() -> None:
     talking = made(*(replace(row, slot=number % 20) for number, row in enumerate(rows())))
     for session, what in ((NONE, ["the load was not reached"]), (0, [])):
         records = replace(talking, session=np.full(len(talking), session))
-        assert [reason.what for reason in examine(records, (few,), ttft_p50_ms=50.0, asked=20).reasons] == what
+        found = examine(records, (few,), ttft_p50_ms=50.0, asked=20, window=WINDOW)
+        assert [reason.what for reason in found.reasons] == what
 
 
 def test_a_client_with_one_request_in_flight_cannot_offer_less() -> None:
@@ -232,3 +234,18 @@ def test_a_closed_loop_in_whose_window_no_token_arrived_was_too_short() -> None:
     (found,) = reasons(window=Window(start_ns=50 * MS, stop_ns=149 * MS))
     assert (found.what, found.why) == ("the load point was too short", "no token arrived in its 0.099 s")
     assert reasons(window=Window(start_ns=50 * MS, stop_ns=149 * MS), whole=False) == []
+
+
+def test_a_closed_loop_without_a_window_has_no_throughput() -> None:
+    """A place that found no measured request left, for example."""
+    (found,) = reasons(window=None)
+    assert (found.what, found.why, found.remedy) == (
+        "there is no throughput", "at no time had every slot a measured request",
+        "give more --requests, or a longer --duration",
+    )  # fmt: skip
+    assert reasons(window=None, whole=False) == []
+    assert reasons(window=None, asked=None) == []
+    assert (
+        reasons(requests=[Row(due=100 * n, sent=100 * n, end=9, failed="Timeout") for n in range(21)], window=None)
+        == []
+    )
