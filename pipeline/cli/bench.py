@@ -183,7 +183,7 @@ def again(
 def selftest(
     protocol: Annotated[str, typer.Option(help="Protocols: grpc, http, completions, chat.")] = "grpc,http",
     streams: Annotated[str, typer.Option(help="Numbers of requests in flight.")] = "16,256",
-    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.", min=0.1, max=1e4)] = 10.0,
+    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.", min=0.1, max=4e3)] = 10.0,
     transport: Annotated[str, typer.Option(help="Client library: own or tritonclient.")] = "own",
     kernel_timestamps: Annotated[
         bool | None,

@@ -134,7 +134,7 @@ def plan(
             adapters=adapters, adapter_rank=adapter_rank,
         )  # fmt: skip
         best = advice.candidates[0].option
-        changes = what_ifs(best, advice.question.demand, acceptance) if what_if and best is not None else []
+        changes = what_ifs(best, advice.question, acceptance) if what_if and best is not None else []
         serves = advice.candidates[0].best is not None
         splits = disaggregate(advice, disaggregated) if disaggregated is not None and serves else []
     if page is not None:

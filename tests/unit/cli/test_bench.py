@@ -13,7 +13,8 @@ from tests.unit.cli.conftest import Run, remember
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.bench.monitors import server
-from trtpipe.pipeline.bench.options import Target
+from trtpipe.pipeline.bench.options import BenchOptions, Target
+from trtpipe.pipeline.bench.selftest import OUTPUT_TOKENS, TTFT_S
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import servers, tritonserver
 from trtpipe.pipeline.store.store import Store
@@ -69,6 +70,12 @@ def test_stamps_of_the_kernel_where_there_are_none(
     monkeypatch.setattr(api, "LINUX", False)
     done = run(*command, "--kernel-timestamps")
     assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
+
+
+def test_a_self_test_takes_token_gaps_whose_requests_end_in_time(run: Run) -> None:
+    done = run("bench", "selftest", "--itl", "4001")
+    assert (done.status, done.error().startswith("--itl is 4001.0; give a number from 0.1 to 4000")) == (2, True)
+    assert BenchOptions.timeout_s > TTFT_S + (OUTPUT_TOKENS - 1) * 4.0
 
 
 @pytest.fixture

@@ -90,6 +90,13 @@ def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str)
     assert (done.status, done.err) == (2, f"error: {line}\n")
 
 
+def test_where_nothing_serves_the_reasons_are_told_before_nothing_is_split(run: Run) -> None:
+    question = ("--model", "llama3-8b", "--gpu", "h100", "--dtype", "bf16", "--tp", "1", "--slo", "ttft:1ms")
+    done, split = run("plan", *question), run("plan", *question, "--disaggregated", "4")
+    assert (split.status, split.out, split.err) == (done.status, done.out, done.err)
+    assert "nothing here serves this load within its objectives; see above" in split.err
+
+
 def test_experts_divided_by_each_way_that_is_given(run: Run) -> None:
     question = ("plan", "--model", "mixtral-8x7b", "--gpu", "h100", "--dtype", "bf16", "--input-tokens", "128")
     found = json.loads(run(*question, "--tp", "4", "--moe-ep", "1,2,4", "--json").out)["candidates"]
