@@ -83,10 +83,11 @@ def schedule(load: Open | Staged | Replay, seed: Seed) -> Schedule:
         due, span_s = due_times(load, seed), load.span_s
     else:
         every = due_times(load, seed, count=load.requests)
-        due, span_s = _cut(every, None, load.duration_s), load.duration_s
-        if span_s is None or len(due) == len(every):
-            # The trace ends it. Its last request still counts, so the span ends just after it.
-            span_s = (int(due[-1]) + 1) / 1e9
+        due = _cut(every, None, load.duration_s)
+        # Where the trace ends it, its last request still counts: the span ends just after it.
+        span_s = (int(due[-1]) + 1) / 1e9
+        if load.duration_s is not None and len(due) < len(every):
+            span_s = load.duration_s
     warmup, cooldown = load.edges_s(span_s, 0)
     return _within(due, round(warmup * 1e9), round((span_s - cooldown) * 1e9))
 
