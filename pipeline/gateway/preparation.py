@@ -47,13 +47,28 @@ def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[
     """The text of the chat. Raises Failure for messages that contradict their roles, and for tools or tool calls that
     the template ignores."""
     messages, settings = plain(asked.messages or []), asked.chat_template_kwargs
-    rendered = text.render(messages, settings, [tool.plain() for tool in tools] or None)
-    bare = without_calls(messages)
-    if not tools and bare == messages:
-        return rendered
+    if not tools and without_calls(messages) == messages:
+        return text.render(messages, settings)
     try:
-        heeded = text.render(bare, settings) != rendered
-    except Failure:  # the template requires what `bare` lacks
+        return _heeding(text, messages, settings, [tool.plain() for tool in tools] or None)
+    except Failure as failure:
+        if tools or text.templates[True] == text.templates[False]:
+            raise
+        # Earlier calls of a chat that offers no tools any more. The template for tools takes a list, if an empty one.
+        try:
+            return _heeding(text, messages, settings, [])
+        except Failure:
+            raise failure from None
+
+
+def _heeding(
+    text: Text, messages: list[dict[str, Any]], settings: dict[str, Any] | None, tools: list[dict[str, Any]] | None
+) -> str:
+    """The text of a chat with tools or tool calls. Raises Failure where it would be the same without them."""
+    rendered = text.render(messages, settings, tools)
+    try:
+        heeded = text.render(without_calls(messages), settings, None if tools else tools) != rendered
+    except Failure:  # the template requires the calls
         heeded = True
     if not heeded:
         param = "tools" if tools else "messages"

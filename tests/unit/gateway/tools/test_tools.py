@@ -99,16 +99,20 @@ def test_a_tool_is_called_and_its_result_sent_back(folders: dict[str, Path], for
     run(script, folder, scenario)
 
 
+IGNORANT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+def write_templates(folder: Path, default: str, tool_use: str) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+
+
 def test_a_model_with_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     """As Hermes 3: its default template knows no tools."""
     folder = write_tool_model(tmp_path, "hermes")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    named = [
-        {"name": "default", "template": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"},
-        {"name": "tool_use", "template": (folder / "chat_template.jinja").read_text()},
-    ]
-    (folder / "chat_template.jinja").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    write_templates(folder, IGNORANT, (folder / "chat_template.jinja").read_text())
 
     async def scenario(api: openai.AsyncOpenAI, triton: Triton) -> None:
         answer = await api.chat.completions.create(model="llama", messages=QUESTION, tools=TOOLS)
@@ -301,6 +305,44 @@ def test_a_model_that_would_not_see_the_tools_is_refused(tmp_path: Path) -> None
         assert (await client.post(CHAT, json=chat(tools=TOOLS, tool_choice="none"))).status_code == 200
 
     ask(saying(ignorant, "x"), ignorant, scenario, others={"unknown": unknown})
+
+
+CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}"
+    "{% endfor %}"
+)
+TURNS = "<|user|>Weather?<|assistant|>get_time<|tool|>noon"
+# Default template, template for tools, and the prompt of a chat with calls that offers no tools.
+TEMPLATES = {
+    # As Hermes 3 and Command R, whose templates for tools need a list.
+    "list": (IGNORANT, "<tools>{% for one in tools %}{{ one }}{% endfor %}</tools>" + CALLS, "<tools></tools>" + TURNS),
+    "turns": ("{{ raise_exception('a turn too much') if messages[2] }}", "{{ tools }}" + CALLS, "[]" + TURNS),
+    "default": (CALLS, "{{ tools }}" + CALLS, TURNS),
+    "required": (IGNORANT, "{{ raise_exception('no tools') if not tools }}" + CALLS, None),
+    "ignorant": (IGNORANT, "{{ tools }}" + IGNORANT, None),
+}
+
+
+def test_a_chat_with_calls_goes_on_without_tools(tmp_path: Path) -> None:
+    for name, (default, tool_use, _) in TEMPLATES.items():
+        write_templates(write_model(tmp_path / name), default, tool_use)
+    body = history(called(), {"role": "tool", "tool_call_id": "a", "content": "noon"})
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        for name, (_, _, prompt) in TEMPLATES.items():
+            for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+                answer = await client.post(CHAT, json=body | {"model": name} | fields)
+                if prompt is None:
+                    error = answer.json()["error"]
+                    assert (answer.status_code, error["param"]) == (400, "messages")
+                    assert "chat template ignores tools" in error["message"]
+                else:
+                    assert answer.status_code == 200, answer.text
+                    assert triton.asked.pop().prompt == tokens_of(tmp_path / name, prompt)
+
+    first, *others = TEMPLATES
+    paths = {name: tmp_path / name for name in others}
+    ask(saying(tmp_path / first, "x"), tmp_path / first, scenario, model={"aliases": (first,)}, others=paths)
 
 
 def test_a_required_call_needs_a_runtime_that_can_be_held_to_it(folders: dict[str, Path]) -> None:
