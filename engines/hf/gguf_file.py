@@ -8,6 +8,7 @@ first), type u32 and offset u64. A string is its length u64 and its bytes; an ar
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,16 @@ MOST_KEYS, MOST_ITEMS, MOST_STRING = 10_000, 1 << 20, 1 << 20
 MOST_TENSORS = 20 * LARGEST["num_hidden_layers"]
 # The smallest type, IQ1_S, takes 1.56 bits per element.
 LEAST_BITS = 1.5
+# Elements and bytes of a block of each type of tensor (ggml, ggml-common.h).
+BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84),
+    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
+    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
+    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+    40: (64, 36), 41: (128, 18),
+}  # fmt: skip
+# Of the tensors, in bytes, where the file states none.
+ALIGNMENT = 32
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -46,14 +57,40 @@ def check_gguf(path: Path) -> None:
                 why = f"it begins with {magic!r}"
                 raise GgufError(f"{path} is not a GGUF file", why=why, remedy="download it again")
             keys, tensors = header.read()
+            begin = file.tell()
     except OSError as error:
         raise GgufError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None
-    elements = sum(prod(shape) for shape in tensors.values())
+    elements = sum(prod(tensor.shape) for tensor in tensors.values())
     if elements * LEAST_BITS / 8 > header.size:
         raise header.damaged(f"its tensors have {elements:,} elements, in a file of {header.size:,} bytes")
-    _check_llama(path, keys, tensors)
+    if _end(path, begin, keys, tensors) > header.size:
+        raise header.damaged("it ends within its tensors")
+    _check_llama(path, keys, {name: tensor.shape for name, tensor in tensors.items()})
     _check_rotary(path, keys)
     _check_tokenizer(path, keys)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Dimensions, number of the type, and the byte behind the header at which the values begin."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+def _end(path: Path, begin: int, keys: dict[str, Any], tensors: dict[str, _Tensor]) -> int:
+    """The byte at which the last tensor ends, in a file whose header ends at `begin`. Raises GgufError for a type that
+    is not known."""
+    alignment, last = keys.get("general.alignment", ALIGNMENT), 0
+    if type(alignment) is not int or not 0 < alignment <= MOST_STRING:
+        raise GgufError(f"{path}: general.alignment is {alignment!r}", remedy="download it again")
+    for name, tensor in tensors.items():
+        if tensor.type not in BLOCKS:
+            raise GgufError(f"tensor '{name}' in {path} is of the unknown type {tensor.type}", remedy=_OTHERWISE)
+        elements, size = BLOCKS[tensor.type]
+        last = max(last, tensor.offset + prod(tensor.shape) // elements * size)
+    return -(-begin // alignment) * alignment + last
 
 
 class _Header:
@@ -64,8 +101,8 @@ class _Header:
     def damaged(self, why: str) -> GgufError:
         return GgufError(f"{self._path} is damaged", why=why, remedy="download it again")
 
-    def read(self) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-        """Return the keys' values (for an array its length) and the tensors' dimensions."""
+    def read(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+        """Return the keys' values (for an array its length) and the tensors."""
         version = self._scalar("I")
         if version not in VERSIONS:
             raise GgufError(f"{self._path} is of GGUF version {version}", why="2 and 3 are read")
@@ -80,8 +117,8 @@ class _Header:
             dimensions = self._scalar("I")
             if dimensions > 4:
                 raise self.damaged(f"tensor '{name}' has {dimensions} dimensions")
-            tensors[name] = tuple(self._scalar("Q") for _ in range(dimensions))
-            self.take(12)
+            shape = tuple(self._scalar("Q") for _ in range(dimensions))
+            tensors[name] = _Tensor(shape, self._scalar("I"), self._scalar("Q"))
         return keys, tensors
 
     def take(self, count: int) -> bytes:
@@ -186,8 +223,10 @@ def _check_rotary(path: Path, keys: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(path: Path, keys: dict[str, Any]) -> None:
-    """Raise GgufError for a tokenizer of another model, such as bert, and for a byte-level one whose rule is not known:
-    the library takes GPT-2's for all."""
+    """Raise GgufError for no tokenizer, one of another model, such as bert, and a byte-level one whose rule is not
+    known: the library takes GPT-2's for all."""
+    if not keys.get("tokenizer.ggml.tokens"):
+        raise GgufError(f"{path} has no tokenizer", why="tokenizer.ggml.tokens is missing", remedy=_OTHERWISE)
     kind, pre = keys.get("tokenizer.ggml.model", "llama"), keys.get("tokenizer.ggml.pre")
     if kind != "llama" and not (kind == "gpt2" and pre in BYTE_LEVEL):
         raise GgufError(

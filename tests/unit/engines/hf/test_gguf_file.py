@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.factories import GGUF_KEYS, gguf_bytes, gguf_tensors
-from trtpipe.engines.hf.gguf_file import GgufError, check_gguf
+from trtpipe.engines.hf.gguf_file import BLOCKS, GgufError, check_gguf
 
 
 def refused(path: Path, data: bytes) -> str:
@@ -155,6 +155,38 @@ def test_a_tokenizer_that_is_read_passes(tmp_path: Path, model: str, pre: str) -
 )
 def test_tensors_that_cannot_be(tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str) -> None:
     assert refused(tmp_path / "a.gguf", gguf_bytes(tensors={**gguf_tensors(), **tensors})) == message
+
+
+@pytest.mark.parametrize("lost", [1, 1000, 5000])
+def test_a_download_that_ends_within_the_tensors(tmp_path: Path, lost: int) -> None:
+    data = gguf_bytes()
+    assert refused(tmp_path / "a.gguf", data[:-lost]) == (
+        "FILE is damaged: it ends within its tensors; download it again"
+    )
+
+
+def test_sizes_of_types_are_those_of_the_library() -> None:
+    from gguf.constants import GGML_QUANT_SIZES
+
+    theirs = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+    assert theirs == {kind: BLOCKS[kind] for kind in theirs}
+
+
+def test_a_type_that_is_not_known(tmp_path: Path) -> None:
+    name = b"output_norm.weight"
+    data = bytearray(gguf_bytes())
+    place = data.index(name) + len(name) + 4 + 8
+    data[place : place + 4] = struct.pack("<I", 99)
+    assert refused(tmp_path / "a.gguf", bytes(data)) == (
+        f"tensor 'output_norm.weight' in FILE is of the unknown type 99; {FOLDER}"
+    )
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    keys = {key: value for key, value in GGUF_KEYS.items() if key != "tokenizer.ggml.tokens"}
+    assert refused(tmp_path / "a.gguf", gguf_bytes(keys)) == (
+        f"FILE has no tokenizer: tokenizer.ggml.tokens is missing; {FOLDER}"
+    )
 
 
 HEAD = b"GGUF" + struct.pack("<I", 3)
