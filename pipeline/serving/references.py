@@ -6,6 +6,8 @@ the run folders and servers of the others refer to what they have written into i
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.serving.servers import Served, Server, read_server, running
 from trtpipe.pipeline.store.store import Store, machine
 
@@ -97,7 +99,9 @@ def _roots(store: Store) -> Iterator[_Root]:
             raw = load_json(file)
             yield _Root(
                 file=file,
-                run=RunFolder(Path(raw["run"])),
+                run=_run(Path(raw["run"]), raw["id"])
+                if raw.get("machine") == machine()
+                else RunFolder(Path(raw["run"])),
                 machine=str(raw.get("machine", machine())),
                 id=raw.get("id"),
                 inode=raw.get("inode"),
@@ -108,6 +112,18 @@ def _roots(store: Store) -> Iterator[_Root]:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unreadable(file, error, "remove it if that run is gone: its next build writes it again") from None
+
+
+def _run(path: Path, identity: str) -> RunFolder:
+    """The run folder that was at `path` of this machine: under the name that it has got since beside it, or in
+    ./runs."""
+    if not os.path.lexists(path):
+        for folder in (path.parent, RUNS):
+            with contextlib.suppress(OSError):
+                for named in map(RunFolder, sorted(folder.iterdir())):
+                    if named.id == identity:
+                        return RunFolder(named.path.resolve())
+    return RunFolder(path)
 
 
 def _here(root: _Root) -> bool:
