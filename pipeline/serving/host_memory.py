@@ -25,7 +25,7 @@ def require_host_memory(name: str, repository: Path) -> None:
 
 
 def cache_bytes(repository: Path) -> int:
-    """Bytes of the host's memory that the engine's KV cache takes; 0 for a repository that `check` finds wrong there."""
+    """Bytes of the host's memory that the engine's KV cache takes; 0 where `check` finds the setting wrong."""
     settings = repository / MODEL / "1" / SETTINGS
     if settings.is_file():
         found = (read_yaml(settings).get("kv_cache_config") or {}).get("host_cache_size")

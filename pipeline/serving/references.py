@@ -114,10 +114,10 @@ def _roots(store: Store) -> Iterator[_Root]:
             raise _unreadable(file, error, "remove it if that run is gone: its next build writes it again") from None
 
 
-def _run(path: Path, identity: str) -> RunFolder:
+def _run(path: Path, identity: str | None) -> RunFolder:
     """The run folder that was at `path` of this machine: under the name that it has got since beside it, or in
     ./runs."""
-    if not os.path.lexists(path):
+    if identity is not None and not os.path.lexists(path):
         for folder in (path.parent, RUNS):
             with contextlib.suppress(OSError):
                 for named in map(RunFolder, sorted(folder.iterdir())):
