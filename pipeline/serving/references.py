@@ -99,7 +99,7 @@ def _roots(store: Store) -> Iterator[_Root]:
             raw = load_json(file)
             yield _Root(
                 file=file,
-                run=_run(Path(raw["run"]), raw["id"])
+                run=_run(Path(raw["run"]), raw.get("id"))
                 if raw.get("machine") == machine()
                 else RunFolder(Path(raw["run"])),
                 machine=str(raw.get("machine", machine())),
