@@ -95,12 +95,17 @@ class ModelConfig(Geometry):
     mlp_bias: bool
 
     @property
+    def rotary_kind(self) -> str | None:
+        """Name of the rotary scaling; None where there is none."""
+        scaling = self.rotary_scaling or {}
+        return scaling.get("rope_type", scaling.get("type"))
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that the model takes, as trtllm-build computes it: `max_position_embeddings`,
         times the factor of a rotary scaling that does not include it."""
-        scaling = self.rotary_scaling or {}
-        factor = scaling.get("factor")
-        if scaling.get("rope_type", scaling.get("type")) in ("llama3", "longrope", "su") or not factor:
+        factor = (self.rotary_scaling or {}).get("factor")
+        if self.rotary_kind in ("llama3", "longrope", "su") or not factor:
             return self.max_position_embeddings
         return int(self.max_position_embeddings * factor)
 

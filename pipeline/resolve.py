@@ -44,15 +44,17 @@ EXECUTORS = ("auto", "local", "docker")
 
 
 def resolve(
-    layers: list[Layer], model: ModelRef | None = None, peek: Callable[[ModelRef], ModelRef] = lambda model: model
+    layers: list[Layer],
+    model: ModelRef | None = None,
+    peek: Callable[[ModelRef], tuple[ModelRef, ModelConfig | None]] = lambda model: (model, None),
 ) -> BuildSpec:
     """Compose the layers, weakest first, into a BuildSpec. Raises UsageError or ConfigError.
 
     model  that of a recorded spec, used as it is: its source need not be on this machine, and the spec was judged when
            it was made
-    peek   looks whether the model's files are quantized already, where its name alone does not say it
+    peek   looks at the model's config, where its name alone does not say whether it has experts or is quantized already
     """
-    recorded = model is not None
+    recorded, seen = model is not None, None
     chosen = given = merge(layers)
     model_name = read_string(chosen, "model", required="--model smollm2-135m")
     gpu_name = read_string(chosen, "gpu", required="--gpu cpu or --gpu h100")
@@ -65,7 +67,7 @@ def resolve(
         place = model.source
         # A model file of ours says whether the model is quantized; what it says of the quantization may have changed.
         if isinstance(place, HubSource) and (model.stored or place.repo_id == model_name):
-            model = peek(model)
+            model, seen = peek(model)
     requested, cache = read_string(chosen, "dtype") or "auto", read_string(chosen, "kv_cache")
     group_size = read_count(chosen, "group_size") if "group_size" in chosen else None
     recipes = facts.load_quant_recipes()
@@ -73,7 +75,8 @@ def resolve(
     of_gpu = facts.usual_runtime(gpu, None)
     usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
     runtime = read_runtime(read_string(chosen, "runtime"), gpu) or usual.runtime
-    experts = shape is not None and shape.experts is not None
+    # The config of a model of the hub is not its shape: sizes follow from what a machine without network knows too.
+    experts = any(one is not None and one.experts is not None for one in (shape, seen))
     toolchain = facts.find_toolchain(read_release(chosen))
     if model.stored is None:
         precision = resolve_precision(
@@ -103,7 +106,7 @@ def resolve(
     if shape is not None:
         # Given values take precedence over planned ones.
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
-        chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
+        chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization, runtime) | chosen
     calibration_config = read_group(chosen, "calibration", CalibrationConfig, given)
     mapping = read_mapping(chosen)
     target = Target(

@@ -103,7 +103,7 @@ class BuildSpec:
         """Raises UsageError for what `model`, the config of the spec's model, makes impossible. It costs nothing."""
         judge(
             model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
-            form=self.form, in_memory=not load_backend(self.runtime).ANYWHERE,
+            runtime=self.runtime, form=self.form,
         )  # fmt: skip
         if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)

@@ -113,6 +113,9 @@ class EngineBackend(Protocol):
     MEANS     settings that it takes in another sense: dotted name -> the sense
     SPECULATES  modes of `build.speculative_decoding_mode` that it has
     ARRAYS    whether it loads adapters from NumPy arrays, as TensorRT-LLM's C++ backend does, not as PEFT saves them
+    ALL_STAGES  whether it divides the layers of models of every family over pipeline stages
+    ROTARY    kinds of rotary scaling that it computes, by their names in config.json
+    LENGTH_AS_STATED  those of them whose factor it takes as included in max_position_embeddings, unlike trtllm-build
     SAME_ADAPTERS  why a running server keeps the adapters that it has started with; "" where they can change
     """
 
@@ -135,6 +138,9 @@ class EngineBackend(Protocol):
     MEANS: dict[str, str]
     SPECULATES: tuple[str, ...]
     ARRAYS: bool
+    ALL_STAGES: bool
+    ROTARY: tuple[str, ...]
+    LENGTH_AS_STATED: tuple[str, ...]
     SAME_ADAPTERS: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
@@ -222,6 +228,11 @@ def require_weights(runtime: str, target: Target) -> None:
 def runtimes_of(algo: QuantAlgo | None) -> list[str]:
     """Runtimes for a GPU that run `algo`."""
     return [runtime for runtime in BACKENDS if not load_backend(runtime).ANYWHERE and reads(runtime, algo)]
+
+
+def readers(method: str, algo: QuantAlgo | None) -> list[str]:
+    """Runtimes that read, as they are, folders that came quantized by `method` with `algo`."""
+    return [runtime for runtime in BACKENDS if algo in load_backend(runtime).READS.get(method, ())]
 
 
 def reads(runtime: str, algo: QuantAlgo | None, *, experts: bool = False) -> bool:

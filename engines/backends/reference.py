@@ -51,6 +51,9 @@ MEANS: dict[str, str] = {}
 # EAGLE-3 heads read the hidden states of layers, which the model does not give.
 SPECULATES = (NGRAM, DRAFT_MODEL)
 ARRAYS = False
+ALL_STAGES = False
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope")
+LENGTH_AS_STATED: tuple[str, ...] = ()
 SAME_ADAPTERS = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.

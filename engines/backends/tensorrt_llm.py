@@ -32,6 +32,11 @@ FIXED: dict[str, tuple[Any, str]] = {}
 MEANS: dict[str, str] = {}
 SPECULATES = ("draft_tokens_external", "lookahead_decoding")
 ARRAYS = True
+ALL_STAGES = False
+# Its builds fail for `dynamic` without alpha and for kinds that it does not know, and they scale nothing for `longrope`
+# where the checkpoint has no tables of it (layers/attention.py).
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn")
+LENGTH_AS_STATED: tuple[str, ...] = ()
 SAME_ADAPTERS = "TensorRT-LLM's C++ backend loads a folder of adapters when it starts"
 
 

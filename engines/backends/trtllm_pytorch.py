@@ -70,6 +70,10 @@ FIXED: dict[str, tuple[Any, str]] = {
 MEANS: dict[str, str] = {}
 SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
+ALL_STAGES = False
+# Source: RotaryScalingType of TensorRT-LLM 1.0 to 1.3.
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope")
+LENGTH_AS_STATED: tuple[str, ...] = ()
 SAME_ADAPTERS = "the model of the LLM API looks for them when it starts"
 
 

@@ -59,6 +59,11 @@ SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", 
 FILE = "engine_args.yaml"
 SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
+ALL_STAGES = True
+# Source: get_rope of vLLM 0.32, which calls `su` longrope.
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope", "su", "ntk")
+# Source: _get_and_verify_max_len of vLLM 0.32.
+LENGTH_AS_STATED: tuple[str, ...] = ("yarn",)
 SAME_ADAPTERS = ""
 # Ranks that its kernels are made for.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -25,7 +25,7 @@ from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
 from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.layout import DERIVED_SUFFIX, SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
-from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.checkpoint.split import check_mapping, check_stages
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import pwrite_all, reserve, write_json
@@ -71,6 +71,7 @@ def convert(
     """
     model = read_model_config(source)
     check_mapping(model, mapping, embedding)
+    check_stages(model, mapping)
     located = locate_tensors(source)
     check_source(source, model, located)
     target = dtype or _automatic(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trtpipe.engines.backends.base import readers
 from trtpipe.engines.base import Mapping, divisors
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.families import family_of
@@ -48,12 +49,6 @@ def check_mapping(
             why="--embedding-sharding-dim 1 cuts the embedding table along it",
             remedy="use --embedding-sharding-dim 0",
         )
-    if mapping.pp_size > 1 and not family_of(model).stages:
-        raise UsageError(
-            f"pp_size {mapping.pp_size} is not for a {model.architecture}",
-            why="TensorRT-LLM cannot divide its layers over pipeline stages",
-            remedy="use --tp instead",
-        )
     if mapping.pp_size > model.num_hidden_layers:
         raise UsageError(
             f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
@@ -61,17 +56,33 @@ def check_mapping(
         )
 
 
-def check_expert_format(model: Geometry, quantization: Quantization, form: str) -> None:
-    """Raises UsageError for a quantization in which no runtime computes experts from the checkpoint format `form`."""
+def check_stages(model: Geometry, mapping: Mapping) -> None:
+    """Raises UsageError for pipeline stages of a model that TensorRT-LLM does not divide into stages."""
+    if mapping.pp_size > 1 and not family_of(model).stages:
+        raise UsageError(
+            f"pp_size {mapping.pp_size} is not for a {model.architecture}",
+            why="TensorRT-LLM cannot divide its layers over pipeline stages",
+            remedy="use --tp instead",
+        )
+
+
+def check_expert_format(model: Geometry, quantization: Quantization, form: str, stored: str = "") -> None:
+    """Raises UsageError for a quantization in which no runtime computes experts from the checkpoint format `form`.
+
+    stored  method by which the model came quantized, so that nobody can choose another precision for it; "" for none
+    """
     algo = quantization.quant_algo
     if model.experts is None or algo is None or form in algo.row.expert_formats:
         return
     works = ", ".join(one.value for one in QuantAlgo if form in one.row.expert_formats)
     others = [other for other in algo.row.expert_formats if other != form]
+    remedy = f"choose one of {works}{f', or --format {others[0]}' if others else ''} (`trtpipe quants` lists them)"
+    if stored:
+        remedy = f"use --runtime {' or '.join(readers(stored, algo))}, or start from the unquantized model"
     raise UsageError(
         f"experts are not quantized with {algo.value} in the format {form}",
         why="no runtime computes them so",
-        remedy=f"choose one of {works}{f', or --format {others[0]}' if others else ''} (`trtpipe quants` lists them)",
+        remedy=remedy,
     )
 
 

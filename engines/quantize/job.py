@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import HostError, UsageError, suggestion
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
@@ -55,6 +55,7 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
     check_expert_format(model, recipe.quantization, layout.form)
     if layout.form == "trtllm":
         check_mapping(model, layout.mapping, layout.embedding, recipe.quantization)
+        check_stages(model, layout.mapping)
         return
     if layout.mapping != Mapping():
         raise UsageError("a Hugging Face folder has no tp or pp", remedy="give them to what serves it")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
@@ -69,8 +69,9 @@ def convert_stored(
         raise UsageError(f"{source} is not quantized", remedy="use `trtpipe convert` for it")
     family_of(model).check_source(source, model)
     require_convertible(stored, str(source))
-    check_expert_format(model, stored.quantization, "trtllm")
+    check_expert_format(model, stored.quantization, "trtllm", stored.method)
     check_mapping(model, mapping, quantization=stored.quantization, stored=True)
+    check_stages(model, mapping)
     with tempfile.TemporaryDirectory(prefix=".convert.", dir=log.parent) as scratch:
         notes = Path(scratch, "notes.json")
         spec = {

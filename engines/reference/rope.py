@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
+from trtpipe.engines.backends.reference import ROTARY
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.model_config import CheckpointConfig
-
-SUPPORTED = ("linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 def rotary_tables(config: CheckpointConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +51,7 @@ def inverse_frequencies(config: CheckpointConfig, positions: int) -> tuple[torch
         return plain, 1.0
     if scaling.kind == "longrope":
         return _longrope(exponents, scaling, config, positions)
-    raise scaling.error("is not supported", remedy="supported: " + ", ".join(SUPPORTED))
+    raise scaling.error("is not supported", remedy="supported: " + ", ".join(ROTARY))
 
 
 class _Scaling:

@@ -95,8 +95,8 @@ class Built:
 def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
     """Resolve the settings of a build, each with its source; reads YAML files only.
 
-    Of a model that is known by its Hugging Face id alone it does not see that it is quantized already. `build` refuses
-    such a spec, and takes the same options.
+    Of a model that is known by its Hugging Face id alone it does not see that it is quantized already, or has experts.
+    `build` refuses such a spec, and takes the same options.
 
     Raises UsageError for what cannot be built, ConfigError (an InputDataError) for a mistake in a recipe.
     """
@@ -107,7 +107,7 @@ def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
 
 def resolved(layers: list[Layer]) -> BuildSpec:
     """The settings for a build. Unlike `settings` it asks the hub whether a model that is known by its Hugging Face id
-    alone is quantized already. Raises as `settings`, and HostError when the hub does not answer."""
+    alone is quantized already, and for its config. Raises as `settings`, and HostError when the hub does not answer."""
     from trtpipe.pipeline.resolve import resolve
     from trtpipe.pipeline.sources.hub import peek
 

@@ -22,7 +22,7 @@ from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
-from trtpipe.pipeline.planner.judgement import require_length
+from trtpipe.pipeline.planner.judgement import require_length, require_rotary
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.precision import planned_precision
@@ -236,7 +236,8 @@ def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
     how = (efficiency or load_efficiency()).of(question.runtime, question.release)
     lengths = question.demand.lengths()
     remedy = "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"
-    require_length(question.shape, question.model, lengths.longest, "the load", remedy)
+    require_rotary(question.shape, question.model, question.runtime)
+    require_length(question.shape, question.model, lengths.longest, question.runtime, "the load", remedy)
     rows = [
         candidate
         for gpu in question.gpus
@@ -263,15 +264,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         reason = "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        precision = planned_precision(
-            question.model, question.shape, question.stored, gpu, question.runtime, dtype, question.kv_cache,
-            question.group_size,
-        )  # fmt: skip
-        target = Target(
-            gpu=gpu, mapping=Mapping(), quantization=quantization(precision),
-            toolchain=facts.find_toolchain(question.release), stored=precision.stored,
-        )  # fmt: skip
-        load_backend(question.runtime).resolve(BuildConfig(), target)
+        precision, target = planned_target(question, gpu, dtype, question.kv_cache, question.group_size)
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
     made: list[Candidate] = []
@@ -284,6 +277,21 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
                 made.pop()
             made.append(one)
     return made
+
+
+def planned_target(
+    question: Question, gpu: GpuSpec, dtype: str, kv_cache: str | None = None, group_size: int | None = None
+) -> tuple[Precision, Target]:
+    """Precision and target of a build on one GPU. Raises UsageError for what a build would refuse of them."""
+    precision = planned_precision(
+        question.model, question.shape, question.stored, gpu, question.runtime, dtype, kv_cache, group_size
+    )
+    target = Target(
+        gpu=gpu, mapping=Mapping(), quantization=quantization(precision),
+        toolchain=facts.find_toolchain(question.release), stored=precision.stored,
+    )  # fmt: skip
+    load_backend(question.runtime).resolve(BuildConfig(), target)
+    return precision, target
 
 
 def _candidate(

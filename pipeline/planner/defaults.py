@@ -10,7 +10,7 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.judgement import require_length
+from trtpipe.pipeline.planner.judgement import longest_sequence, require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits, smallest_tp
 from trtpipe.pipeline.planner.sizes import MAX_NUM_TOKENS, sizes
@@ -23,6 +23,7 @@ def planned_sizes(
     gpu: GpuSpec,
     dtype: DataType,
     quantization: Quantization,
+    runtime: str,
 ) -> dict[str, tuple[Any, str]]:
     """tp, batch, lengths and tokens per step that the user has not set: dotted name -> (value, why).
 
@@ -30,22 +31,19 @@ def planned_sizes(
     expected to use half of them. A GPU of unknown memory, such as the CPU, gets lengths only.
     Raises UsageError for a load that does not exist or is too long for the model, and for an impossible mapping.
     """
-    how, usual = load_efficiency(), BuildConfig()
+    how, usual, most = load_efficiency(), BuildConfig(), longest_sequence(model, runtime)
     out: dict[str, tuple[Any, str]] = {}
     if "load" in chosen:
         wanted = _of_load(str(chosen["load"][0]))
         remedy = "choose another --load, or set max_total_tokens in the work of a file of your own"
-        require_length(model, name, wanted.longest, "the load", remedy)
-        why, longest = (
-            f"the plan, for the load {chosen['load'][0]}",
-            min(_blocks(wanted.longest), model.longest_sequence),
-        )
+        require_length(model, name, wanted.longest, runtime, "the load", remedy)
+        why, longest = f"the plan, for the load {chosen['load'][0]}", min(_blocks(wanted.longest), most)
         out["build.max_seq_len"] = (longest, why)
         out["build.max_input_len"] = (min(_blocks(wanted.longest_input), longest - 1), why)
     else:
         longest = _given(chosen, "build.max_seq_len", usual.max_seq_len)
-        if "build.max_seq_len" not in chosen and longest > model.longest_sequence:
-            longest = model.longest_sequence
+        if "build.max_seq_len" not in chosen and longest > most:
+            longest = most
             out["build.max_seq_len"] = (longest, f"the most that {name} takes")
             if longest <= usual.max_input_len:
                 out["build.max_input_len"] = (longest // 2, f"half of what {name} takes")

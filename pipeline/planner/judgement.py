@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping
+from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.trtllm_options import check_architecture
@@ -14,25 +15,50 @@ from trtpipe.pipeline.planner.memory import Limits, memory, smallest_tp
 from trtpipe.triton_repo.serving import ServingConfig
 
 
-def require_length(model: ModelConfig, name: str, longest: int, asked_by: str, remedy: str) -> None:
-    """Raises UsageError when sequences of `longest` tokens are more than the model `name` takes."""
-    if longest > model.longest_sequence:
+def longest_sequence(model: ModelConfig, runtime: str) -> int:
+    """Tokens of the longest sequence of `model` that `runtime` takes."""
+    stated = model.rotary_kind in load_backend(runtime).LENGTH_AS_STATED
+    return model.max_position_embeddings if stated else model.longest_sequence
+
+
+def require_length(model: ModelConfig, name: str, longest: int, runtime: str, asked_by: str, remedy: str) -> None:
+    """Raises UsageError when sequences of `longest` tokens are more than `runtime` takes of the model `name`."""
+    most, why = longest_sequence(model, runtime), ""
+    if longest > most:
+        if longest <= model.longest_sequence:
+            why = f"{runtime} takes the factor of {model.rotary_kind} as included in max_position_embeddings"
+            remedy += ", or another max_position_embeddings in config.json"
         raise UsageError(
-            f"{asked_by} asks for sequences of {longest} tokens, {name} takes {model.longest_sequence}", remedy=remedy
+            f"{asked_by} asks for sequences of {longest} tokens, {name} takes {most}", why=why, remedy=remedy
         )
+
+
+def require_rotary(model: ModelConfig, name: str, runtime: str) -> None:
+    """Raises UsageError for a rotary scaling that `runtime` does not compute, naming the runtimes that do."""
+    kind = model.rotary_kind
+    if kind is None or kind in load_backend(runtime).ROTARY:
+        return
+    others = [other for other in BACKENDS if kind in load_backend(other).ROTARY]
+    raise UsageError(
+        f"the {runtime} runtime does not compute the rotary scaling '{kind}' of {name}",
+        why=f"it computes {', '.join(load_backend(runtime).ROTARY)}",
+        remedy=f"use --runtime {' or '.join(others)}" if others else "choose another model",
+    )
 
 
 def judge(
     model: ModelConfig, name: str, target: Target, dtype: DataType, build: BuildConfig, serving: ServingConfig, *,
-    form: str, in_memory: bool,
+    runtime: str, form: str,
 ) -> None:  # fmt: skip
-    """Raises UsageError for a mapping, a length, a setting or, in the checkpoint format `form`, a quantization that the
-    model `name` cannot have, and, with `in_memory`, for a GPU that does not hold the weights and one sequence of
-    `build.max_seq_len` tokens."""
+    """Raises UsageError for a mapping, a length, a setting, a rotary scaling or, in the checkpoint format `form`, a
+    quantization that the model `name` cannot have with `runtime`, and for a GPU that does not hold the weights and one
+    sequence of `build.max_seq_len` tokens, unless `runtime` needs none."""
+    backend = load_backend(runtime)
     check_architecture(build, model.architecture)
     target.gpu.require_ranks(target.mapping.world_size)
-    if not target.stored:
-        check_expert_format(model, target.quantization, form)
+    require_rotary(model, name, runtime)
+    if form == "trtllm" or not target.stored:
+        check_expert_format(model, target.quantization, form, target.stored)
     if model.experts is not None and target.gpu.is_cpu and form != "trtllm" and target.quantization.quant_algo:
         raise UsageError(
             "vLLM does not execute quantized experts on a CPU",
@@ -40,10 +66,12 @@ def judge(
             remedy="use --runtime reference, or --dtype bf16",
         )
     check_mapping(model, target.mapping, quantization=target.quantization, stored=bool(target.stored))
+    if not backend.ALL_STAGES:
+        check_stages(model, target.mapping)
     if not build.streamingllm:
-        remedy = f"set build.max_seq_len={model.longest_sequence} or less"
-        require_length(model, name, build.max_seq_len, "build.max_seq_len", remedy)
-    if not in_memory or target.gpu.memory_bytes is None or build.weight_streaming:
+        remedy = f"set build.max_seq_len={longest_sequence(model, runtime)} or less"
+        require_length(model, name, build.max_seq_len, runtime, "build.max_seq_len", remedy)
+    if backend.ANYWHERE or target.gpu.memory_bytes is None or build.weight_streaming:
         return
     limits = Limits(
         max_batch_size=build.max_batch_size, max_num_tokens=build.max_num_tokens,

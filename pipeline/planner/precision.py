@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trtpipe.configs import facts
+from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import checkpoint_form
 from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.gpu import GpuSpec
@@ -23,6 +24,8 @@ def planned_precision(
     if stored is not None:
         found = stored_precision(model, stored, dtype, gpu, recipes, kv_cache, group_size)
         require_readable(model, stored, runtime)
+        if load_backend(runtime).FORM == "trtllm":
+            check_expert_format(shape, stored.quantization, "trtllm", stored.method)
         return found
     experts = shape.experts is not None
     found = resolve_precision(dtype, gpu, recipes, kv_cache, group_size, runtime, experts=experts)

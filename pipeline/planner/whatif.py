@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trtpipe.configs import facts
-from trtpipe.engines.checkpoint.split import check_expert_format
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.precision import Precision, resolve_precision
-from trtpipe.engines.quantization import FORMATS, Quantization
+from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.bench.load.work import SharedPrefix
+from trtpipe.pipeline.planner.advice import Question, planned_target
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.lengths import Lengths
@@ -74,8 +72,9 @@ class Figures(NamedTuple):
     tokens_per_s: float
 
 
-def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) -> list[WhatIf]:
-    """All changes, in the order above. `acceptance` is a measured share of draft tokens that is accepted.
+def what_ifs(option: Option, question: Question, acceptance: float | None = None) -> list[WhatIf]:
+    """All changes of an option of the question, in the order above. `acceptance` is a measured share of draft tokens
+    that is accepted.
 
     Raises UsageError for a share that is none.
     """
@@ -86,6 +85,7 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
             remedy="give a number from 0 to 1, as `trtpipe bench` measures it",
         )
     share = ACCEPTANCE if acceptance is None else acceptance
+    demand = question.demand
     lengths = demand.lengths()
     now = _figures(option, demand)
 
@@ -109,8 +109,8 @@ def what_ifs(option: Option, demand: Demand, acceptance: float | None = None) ->
             f"{option.model.num_attention_heads // option.model.num_key_value_heads} times the cache",
         ),
         *(
-            against(_named(name, cache), partial(_requantized, option, demand, name, cache))
-            for name, cache in _recipes(option)
+            against(_named(name, cache), partial(_requantized, option, question, name, cache))
+            for name, cache in _recipes(option, question)
         ),
         against("prompts in one piece (no chunked context)", lambda: (replace(option, chunked=False), demand)),
         against(
@@ -215,37 +215,34 @@ def _ungrouped(option: Option, lengths: Lengths) -> Option:
     )  # fmt: skip
 
 
-def _recipes(option: Option) -> list[tuple[str, str | None]]:
-    """Other quantization recipes to compare: unquantized, FP8 with and without its cache, INT8."""
+def _recipes(option: Option, question: Question) -> list[tuple[str, str | None]]:
+    """Other quantization recipes to compare: unquantized, FP8 with and without its cache, INT8. None for a model that
+    came quantized."""
+    if question.stored is not None:
+        return []
     every: list[tuple[str, str | None]] = [("bf16", None), ("fp8", "none"), ("fp8", "fp8"), ("int8", None)]
-    return [one for one in every if _quantization(option, *one) != quantization(option.precision)]
+    return [one for one in every if _quantization(option, question, *one) != quantization(option.precision)]
 
 
-def _quantization(option: Option, name: str, cache: str | None) -> Quantization | None:
+def _quantization(option: Option, question: Question, name: str, cache: str | None) -> Quantization | None:
     try:
-        return quantization(_precision(option, name, cache))
+        return quantization(planned_target(question, option.gpu, name, cache)[0])
     except UsageError:
         return None
-
-
-def _precision(option: Option, name: str, cache: str | None) -> Precision:
-    """Raises UsageError for a precision that the option's GPU or its model cannot have."""
-    precision = resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache)
-    check_expert_format(option.model, quantization(precision), FORMATS[0])
-    return precision
 
 
 def _named(name: str, cache: str | None) -> str:
     return f"--dtype {name}" + (f" --kv-cache {cache}" if cache else "")
 
 
-def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
-    precision = _precision(option, name, cache)
+def _requantized(option: Option, question: Question, name: str, cache: str | None) -> tuple[Option, Demand]:
+    """Raises UsageError for a precision that the model, the GPU or the runtime cannot have."""
+    precision, _ = planned_target(question, option.gpu, name, cache)
     made = Option.make(
-        option.model, option.gpu, precision, option.mapping, demand.lengths(), option.cost.efficiency,
+        option.model, option.gpu, precision, option.mapping, question.demand.lengths(), option.cost.efficiency,
         adapters=option.limits.adapters,
     )  # fmt: skip
-    return made, demand
+    return made, question.demand
 
 
 def _sharing(demand: Demand, lengths: Lengths) -> Demand:

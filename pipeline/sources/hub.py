@@ -25,8 +25,10 @@ from trtpipe.engines.hf.folder import (
     TOKENIZER_FILES,
     no_tokenizer,
     read_index,
+    read_model_config,
 )
 from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
 from trtpipe.pipeline.net.proxies import with_proxy
@@ -91,12 +93,14 @@ def fetch_config(repo_id: str, commit: str) -> Path:
     return _fetch(repo_id, commit, list(CONFIGS), _ignore, 2 * MOST_CONFIG_BYTES)
 
 
-def peek(model: ModelRef) -> ModelRef:
-    """`model`, of a hub source, with the quantization of its files: the configs that say it are fetched if need be."""
+def peek(model: ModelRef) -> tuple[ModelRef, ModelConfig | None]:
+    """`model`, of a hub source, with the quantization of its files, and its config, if it has one; the files that say
+    it are fetched if need be. Raises InputDataError for a config that is not read here."""
     source = model.source
     assert isinstance(source, HubSource)
     folder = fetch_config(source.repo_id, resolve_commit(source.repo_id, source.revision))
-    return dataclasses.replace(model, stored=read_stored(folder))
+    config = read_model_config(folder, quantized=True) if (folder / "config.json").is_file() else None
+    return dataclasses.replace(model, stored=read_stored(folder)), config
 
 
 def cache() -> Path:

@@ -27,7 +27,7 @@ from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.pipeline.bench.load.lengths import parse
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.bench.load.work import Work
-from trtpipe.pipeline.planner.advice import Candidate
+from trtpipe.pipeline.planner.advice import Candidate, Question
 from trtpipe.pipeline.planner.cost import Step
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.predict import Option
@@ -212,7 +212,8 @@ def _long() -> Candidate:
 def _optimisations() -> list[str]:
     option = _long().option
     assert option is not None
-    changes = what_ifs(option, Demand(Work(input_tokens=str(LONG[0]), output_tokens=str(LONG[1]))))
+    work = Work(input_tokens=str(LONG[0]), output_tokens=str(LONG[1]))
+    changes = what_ifs(option, Question(model=MODEL, shape=option.model, gpus=(option.gpu,), demand=Demand(work)))
     rows = [_effect(name, changes, begins) for name, begins in (
         ("StreamingLLM (window with sinks)", "streaming window"),
         ("multi-block mode", "no multi-block"),

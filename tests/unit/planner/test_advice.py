@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf.stored import Stored
+from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.planner.advice import Advice, Candidate, Question, advise
@@ -132,18 +135,20 @@ def test_a_cache_that_is_found_again_makes_prompts_shorter() -> None:
 @pytest.mark.filterwarnings("error")
 def test_what_ifs_of_answers_of_one_token_have_no_time_per_output_token() -> None:
     work = Work(input_tokens=128, output_tokens=1)
-    (one,) = advise(question("llama3-8b", "h100", work=work, tps=(1,))).candidates
+    asked = question("llama3-8b", "h100", work=work, tps=(1,))
+    (one,) = advise(asked).candidates
     assert one.option is not None
-    found = [change.to_json() for change in what_ifs(one.option, Demand(work))]
+    found = [change.to_json() for change in what_ifs(one.option, asked)]
     assert [change["tpot"] for change in found] == [None] * len(found)
     assert sum(change["ttft"] is not None for change in found) > 6
     json.dumps(found, allow_nan=False)
 
 
 def test_what_ifs() -> None:
-    (one,) = advise(question("llama3-8b", "h100", tps=(1,))).candidates
+    asked = question("llama3-8b", "h100", tps=(1,))
+    (one,) = advise(asked).candidates
     assert one.option is not None
-    found = {change.name: change for change in what_ifs(one.option, Demand(SHORT))}
+    found = {change.name: change for change in what_ifs(one.option, asked)}
     grouped = found["every head with its own keys and values"]
     assert grouped.kv_tokens is not None
     assert grouped.kv_tokens[0] == pytest.approx(4 * grouped.kv_tokens[1], rel=0.02)
@@ -170,11 +175,11 @@ def test_what_ifs() -> None:
     # A step alone is bound by the weights, which five tokens read no more often than one.
     assert 2.5 < drafts.tpot[0] / drafts.tpot[1] < 3.05
     for share, (least, most) in {0.0: (1.0, 1.2), 1.0: (0.19, 0.25)}.items():
-        changed = {change.name: change for change in what_ifs(one.option, Demand(SHORT), share)}[drafts.name]
+        changed = {change.name: change for change in what_ifs(one.option, asked, share)}[drafts.name]
         assert changed.tpot is not None
         assert least < changed.tpot[1] / changed.tpot[0] < most
     with pytest.raises(UsageError, match="an acceptance rate of 45 is not possible"):
-        what_ifs(one.option, Demand(SHORT), 45)
+        what_ifs(one.option, asked, 45)
     host = found["64 GiB of KV cache in the host's memory"]
     assert host.kv_tokens is not None
     # 64 GiB of 65,536 bytes a token.
@@ -184,3 +189,21 @@ def test_what_ifs() -> None:
     whole = found["prompts in one piece (no chunked context)"]
     assert whole.ttft is not None
     assert whole.ttft[0] == whole.ttft[1]  # a prompt of 128 tokens is one piece anyway
+
+
+def test_what_ifs_are_what_a_build_of_the_runtime_takes() -> None:
+    asked = question("llama3-8b", "h100", tps=(1,), runtime="trtllm_pytorch")
+    (one,) = advise(asked).candidates
+    assert one.option is not None
+    found = {change.name: change for change in what_ifs(one.option, asked)}
+    assert found["--dtype bf16"].tpot is not None
+    assert found["--dtype int8"].tpot is None
+    assert found["--dtype int8"].said.startswith("the runtime trtllm_pytorch does not run W8A8_SQ_PER_CHANNEL: ")
+
+
+def test_a_model_that_came_quantized_has_no_other_precision_to_compare() -> None:
+    fp8 = Stored(method="fp8", quantization=Quantization(quant_algo=QuantAlgo.FP8), dtype=DataType.BFLOAT16)
+    asked = question("llama3-8b", "h100", tps=(1,), runtime="vllm", stored=fp8)
+    (one,) = advise(asked).candidates
+    assert one.option is not None
+    assert [change.name for change in what_ifs(one.option, asked) if "--dtype" in change.name] == []

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.factories import hf_folder
-from trtpipe.configs.facts import find_gpu, find_shape
+from tests.support.factories import PHI3, QWEN3_MOE, hf_folder
+from trtpipe.configs.facts import find_gpu, find_model, find_shape
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf import compressed_tensors
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.work import Work
@@ -46,6 +48,7 @@ def planned(
         model=model, shape=find_shape(model)[1], gpus=(find_gpu(gpu),), demand=Demand(work), dtypes=(dtype,), tps=(tp,),
         runtime=runtime, group_size=group_size,
     )  # fmt: skip
+    asked = dataclasses.replace(asked, stored=find_model(model, source=None, revision=None).stored)
     try:
         (one,) = advise(asked).candidates
     except UsageError as error:
@@ -162,6 +165,76 @@ def test_a_short_model_gets_the_length_that_it_takes(tmp_path: Path) -> None:
 def test_the_longest_sequence_is_as_trtllm_build_computes_it(scaling: dict[str, Any] | None, longest: int) -> None:
     model = dataclasses.replace(find_shape("llama3-8b")[1], rotary_scaling=scaling)
     assert model.longest_sequence == longest
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_the_longest_sequence_of_yarn_is_the_one_that_vllm_takes(tmp_path: Path) -> None:
+    folder = str(hf_folder(tmp_path / "tiny", rope_scaling=YARN))
+    asked = ("build.max_seq_len=1024", "build.max_input_len=64")
+    assert made(folder, *asked, runtime="tensorrt_llm").build.max_seq_len == 1024
+    assert refused(folder, *asked, runtime="vllm") == (
+        "build.max_seq_len asks for sequences of 1024 tokens, tiny takes 256: vllm takes the factor of yarn as "
+        "included in max_position_embeddings; set build.max_seq_len=256 or less, or another max_position_embeddings in "
+        "config.json"
+    )
+    assert made(folder, "build.max_input_len=64", runtime="vllm").build.max_seq_len == 256
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kinds"),
+    [
+        ("tensorrt_llm", ("linear", "llama3", "yarn")),
+        ("trtllm_pytorch", ("linear", "llama3", "yarn", "dynamic", "longrope")),
+        ("vllm", ("linear", "llama3", "yarn", "dynamic", "longrope", "su", "ntk")),
+        ("reference", ("linear", "llama3", "yarn", "dynamic", "longrope")),
+    ],
+)
+def test_a_rotary_scaling_that_the_runtime_does_not_compute_is_refused(
+    tmp_path: Path, runtime: str, kinds: tuple[str, ...]
+) -> None:
+    gpu = "cpu" if runtime == "reference" else "h100"
+    taken = []
+    for kind in ("linear", "llama3", "yarn", "dynamic", "longrope", "su", "ntk", "spiral"):
+        folder = str(hf_folder(tmp_path / kind, rope_scaling={"type": kind, "factor": 2.0}))
+        try:
+            made(folder, runtime=runtime, gpu=gpu)
+        except UsageError as error:
+            assert f"the {runtime} runtime does not compute the rotary scaling '{kind}' of {kind}" in str(error)  # noqa: PT017
+        else:
+            taken.append(kind)
+    assert tuple(taken) == kinds
+
+
+def test_the_runtimes_that_compute_a_rotary_scaling_are_named(tmp_path: Path) -> None:
+    folder = str(hf_folder(tmp_path / "tiny", rope_scaling={"type": "ntk", "factor": 2.0}))
+    for line in (refused(folder), planned(folder, "h100", "bf16")):
+        assert line.startswith("the tensorrt_llm runtime does not compute the rotary scaling 'ntk' of ")
+        assert line.endswith("tiny: it computes linear, llama3, yarn; use --runtime vllm")
+
+
+def test_only_tensorrt_llm_has_no_pipeline_stages_of_a_phi_3(tmp_path: Path) -> None:
+    folder = str(hf_folder(tmp_path / "tiny", **PHI3))
+    assert made(folder, runtime="vllm", pp=2).mapping.pp_size == 2
+    for runtime in ("tensorrt_llm", "trtllm_pytorch"):
+        line = refused(folder, runtime=runtime, pp=2)
+        assert line.startswith("pp_size 2 is not for a Phi3ForCausalLM: TensorRT-LLM cannot divide its layers")
+
+
+def test_experts_that_came_quantized_are_judged_before_a_download(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "tiny", **QWEN3_MOE, max_position_embeddings=1024)
+    raw = json.loads((folder / "config.json").read_text())
+    rows = Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+    raw["quantization_config"] = compressed_tensors.make(rows, ["lm_head"])
+    (folder / "config.json").write_text(json.dumps(raw))
+    line = (
+        "experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format trtllm: no runtime computes them so; "
+        "use --runtime vllm, or start from the unquantized model"
+    )
+    assert refused(str(folder), dtype="auto") == line
+    assert planned(str(folder), "h100", "auto") == line
+    assert made(str(folder), dtype="auto", runtime="vllm").precision.stored == "compressed-tensors"
 
 
 def test_a_setting_that_trtllm_build_would_turn_off_for_the_family() -> None:

@@ -21,7 +21,7 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     found = advise(what)
     option = found.candidates[0].option
     assert option is not None
-    write(found, what_ifs(option, what.demand), disaggregate(found, 2), tmp_path / "plan.html")
+    write(found, what_ifs(option, what), disaggregate(found, 2), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<title>Plan for llama3-8b</title>" in page
     assert "Prompts of 128 tokens on average" in page

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.factories import QWEN3_MOE, hf_folder
 from tests.support.hub_server import Hub
 from tests.support.stored_folders import stored_folder, write_config
 from tests.unit.test_runner import SIZES, Recorder
@@ -98,6 +99,16 @@ def test_a_runtime_that_cannot_execute_it_is_refused_before_anything(int8: Path,
         plan(int8, gpu="a100", runtime=runtime)
     assert line in str(error.value)
     assert "use --runtime vllm" in str(error.value)
+
+
+@pytest.mark.loopback
+def test_of_a_hub_model_the_config_says_that_it_has_experts(server: Hub, tmp_path: Path) -> None:
+    content = {path.name: path.read_bytes() for path in hf_folder(tmp_path / "tiny", **QWEN3_MOE).iterdir()}
+    server.add("acme/tiny-moe", content)
+    spec = resolved([*layers(model="acme/tiny-moe", gpu="a100"), set_layer(SIZES)])
+    assert spec.precision.name == "int8-wo"
+    assert spec.settings["dtype"] == "int8-wo"
+    assert server.fetched() == ["config.json"]
 
 
 @pytest.mark.loopback
