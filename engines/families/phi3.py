@@ -26,7 +26,7 @@ class Phi3(Mistral):
         model = super().read_config(architecture, fields)
         if model.rotary_scaling is not None:
             raise InputDataError(
-                f"{fields.path}: rope_scaling is of the type {model.rotary_scaling.get('type')!r}",
+                f"{fields.path}: rope_scaling is of the type {model.rotary_kind!r}",
                 why=f"TensorRT-LLM's {architecture} states the two tables of a long context in keys not written here",
                 remedy="use a model without it, such as Phi-3-mini-4k or Phi-4",
             )

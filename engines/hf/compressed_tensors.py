@@ -24,6 +24,8 @@ from trtpipe.engines.quantization import (
 # Release of compressed-tensors whose form is written.
 VERSION = "0.19.0"
 PACKED = "pack-quantized"
+# Format of sparse weights whose zeros are stored.
+DENSE = "dense"
 _STRATEGIES = {"tensor": "tensor", "row": "channel", "group": "group"}
 _ALL = "Linear"
 
@@ -96,9 +98,11 @@ def parse(raw: dict[str, Any], where: str, head: str = "lm_head", router: str = 
         raise InputDataError(f"{where}: config_groups is not an object with a scheme")
     if len(groups) > 1:
         raise _unread(where, f"it has {len(groups)} schemes, {', '.join(groups)}", "layers of mixed precision")
-    for key, what in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
-        if raw.get(key):
-            raise _unread(where, f"it has a {key}", what)
+    sparsity = raw.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == DENSE):
+        raise _unread(where, "it has a sparsity_config", "sparse weights")
+    if raw.get("transform_config"):
+        raise _unread(where, "it has a transform_config", "transformed weights")
     (scheme,) = groups.values()
     if scheme.get("targets") != [_ALL]:
         raise _unread(where, f"its scheme is for {scheme.get('targets')!r}, not for every {_ALL}", "other targets")
@@ -200,23 +204,23 @@ def _check_ignored(ignored: Any, where: str, head: str, router: str) -> None:
     ignored = [] if ignored is None else ignored
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise InputDataError(f"{where}: ignore is not a list of names")
-    routed = [name for name in ignored if router and name.removesuffix("$").endswith(f".{router}")]
-    inner = [name for name in ignored if not _names(name, head) and "embed" not in name and name not in routed]
+    routed = [name for name in ignored if router and f".{_module(name)}".endswith(f".{router}")]
+    inner = [name for name in ignored if _module(name) != head and "embed" not in name and name not in routed]
     if inner:
         raise _unread(where, f"it ignores {inner[0]!r}", "layers of mixed precision")
-    if not any(_names(name, head) for name in ignored):
+    if not any(_module(name) == head for name in ignored):
         raise _unread(where, f"it does not ignore {head}", "quantized heads")
 
 
-def _names(entry: str, module: str) -> bool:
-    """Whether an entry of `ignore` names `module`: by its name, or by an expression that is a name and wildcards.
+def _module(entry: str) -> str:
+    """The module that an entry of `ignore` names: by its name, or by an expression that is a name and wildcards.
 
     Other expressions are not evaluated: a file from elsewhere could have one that takes for ever.
     """
     name = entry.removeprefix("re:")
-    if name != entry:
-        name = name.removeprefix("^").removeprefix(".*").removesuffix("$").removesuffix(".*").replace("\\.", ".")
-    return name == module
+    if name == entry:
+        return name
+    return name.removeprefix("^").removeprefix(".*").removesuffix("$").removesuffix(".*").replace("\\.", ".")
 
 
 def _named(args: _Args | None) -> str:

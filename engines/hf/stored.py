@@ -26,6 +26,8 @@ from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, Q
 from trtpipe.engines.quantize import compressed, unified
 
 MODELOPT = "modelopt"
+# Keys of old folders of GPTQ and AWQ, which name no method. ModelOpt names none where it has a quant_algo.
+BITS = {"bits", "w_bit"}
 FLOATS = tuple(SAFETENSORS_DTYPE.values())
 Shapes = tuple[tuple[int, ...], ...]
 SCALAR: Shapes = ((), (1,))
@@ -203,6 +205,8 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
             f"{path}: quantization_config is {str(method)[:60]!r}, not an object", remedy="download the model again"
         )
     said = MODELOPT if method is None else method.get("quant_method", MODELOPT)
+    if method is not None and "quant_method" not in method and BITS & method.keys():
+        said = "a method that it does not name, such as GPTQ or AWQ"
     if said not in list(METHODS):
         raise InputDataError(
             f"{path.parent} is quantized by {str(said)[:60]}",

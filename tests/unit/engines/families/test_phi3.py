@@ -83,6 +83,10 @@ def test_a_restored_folder_is_transformers_model(tmp_path: Path) -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
             "rope_scaling is of the type 'longrope': TensorRT-LLM's Phi3ForCausalLM states the two tables of a long",
         ),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}},
+            "rope_scaling is of the type 'yarn': ",
+        ),
         ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75: models that rotate a part of each head"),
         ({"head_dim": 16}, "head_dim is 16: a Phi3ForCausalLM of TensorRT-LLM has heads of hidden_size / num_atten"),
         ({"sliding_window": 0}, "sliding_window is 0, not a positive whole number"),

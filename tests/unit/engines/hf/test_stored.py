@@ -130,6 +130,11 @@ GATE = "model.layers.0.mlp.gate_proj."
             lambda f: write_config(f, quantization_config={"quant_method": "gptq"}),
             "is quantized by gptq: the ",
         ),
+        (
+            "ct fp8",
+            lambda f: write_config(f, quantization_config={"bits": 4, "group_size": 128, "desc_act": False}),
+            "is quantized by a method that it does not name, such as GPTQ or AWQ: the methods read here are modelopt, ",
+        ),
         ("ct fp8", lambda f: config(f, quant_method="modelopt", quant_algo="W4A16_AWQ"), "q_proj.weight' has shape"),
         ("ct fp8", lambda f: config(f, ignore=["lm_head", GATE[:-1]]), "layers of mixed precision are not read here"),
         ("ct int8", lambda f: change_tensors(f, **{GATE + "weight_scale": None}), "gate_proj.weight_scale' is missing"),

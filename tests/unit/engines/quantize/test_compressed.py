@@ -284,3 +284,28 @@ def test_a_config_that_is_not_computed_here_is_refused(config: dict[str, Any], m
         compressed_tensors.parse(config, "config.json")
     assert str(error.value).startswith("config.json")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "model.layers.0.mlp.gate",
+        "re:.*mlp.gate$",
+        "re:.*\\.mlp\\.gate$",
+        "re:^model.layers.3.mlp.gate",
+        "re:mlp.gate.*",
+    ],
+)
+def test_the_router_is_left_out_by_name_or_expression(entry: str) -> None:
+    config = {**altered(), "ignore": ["lm_head", entry]}
+    read = compressed_tensors.parse(config, "config.json", router="mlp.gate")
+    assert read.quant_algo is QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN
+    for router, ignored in (("", entry), ("mlp.gate", "re:.*mlp.gate_proj$")):
+        with pytest.raises(InputDataError, match="layers of mixed precision are not read here"):
+            compressed_tensors.parse({**config, "ignore": ["lm_head", ignored]}, "config.json", router=router)
+
+
+def test_sparse_weights_that_are_stored_with_their_zeros_are_read() -> None:
+    dense = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+    read = compressed_tensors.parse({**altered(), "sparsity_config": dense}, "config.json")
+    assert read.quant_algo is QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN
