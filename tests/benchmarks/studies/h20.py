@@ -212,8 +212,8 @@ def _long() -> Candidate:
 def _optimisations() -> list[str]:
     option = _long().option
     assert option is not None
-    work = Work(input_tokens=str(LONG[0]), output_tokens=str(LONG[1]))
-    changes = what_ifs(option, Question(model=MODEL, shape=option.model, gpus=(option.gpu,), demand=Demand(work)))
+    demand = Demand(Work(input_tokens=str(LONG[0]), output_tokens=str(LONG[1])))
+    changes = what_ifs(option, Question(model=MODEL, shape=option.model, gpus=(option.gpu,), demand=demand))
     rows = [_effect(name, changes, begins) for name, begins in (
         ("StreamingLLM (window with sinks)", "streaming window"),
         ("multi-block mode", "no multi-block"),

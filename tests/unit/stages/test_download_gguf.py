@@ -128,7 +128,7 @@ def test_rotary_settings_are_written_in_both_spellings(tmp_path: Path) -> None:
 
 def tokenizer_file(
     path: Path, model: str, pre: str | None, tokens: list[str], *, types: list[int] | None = None, eos: int = 1,
-    **keys: bool,
+    flags: dict[str, bool] | None = None,
 ) -> Path:  # fmt: skip
     """A GGUF file of the keys of a tokenizer whose first tokens are BOS and, where `eos` is not another, EOS."""
     import gguf
@@ -142,7 +142,7 @@ def tokenizer_file(
         writer.add_token_types(types)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(eos)
-    for name, value in keys.items():
+    for name, value in (flags or {}).items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
         write()
@@ -206,7 +206,7 @@ def test_a_text_begins_and_ends_with_the_tokens_of_the_file(
     folder = hf_folder(tmp_path / "made")
     # As transformers writes it.
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<s>"}')
-    source = tokenizer_file(tmp_path / "model.gguf", model, pre, ["<s>", "</s>"], **keys)
+    source = tokenizer_file(tmp_path / "model.gguf", model, pre, ["<s>", "</s>"], flags=keys)
     gguf_import._correct_tokenizer(source, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("a").tokens == (["<s>", "a"] if begins else ["a"])
