@@ -62,6 +62,8 @@ def examine(passport: Passport, chosen: Collection[int] | None = None) -> Verdic
         if absent:
             against.append(f"GPU {', '.join(map(str, absent))} is not one of those that are visible here")
         gpus = tuple(gpu for gpu in gpus if gpu.index in chosen)
+        if not gpus:
+            return Verdict(passport=passport, objections=against, remarks=[])
     if passport.toolchain is not None:
         known = facts.load_toolchains().get(passport.toolchain)
         if known is None:

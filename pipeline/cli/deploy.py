@@ -133,6 +133,6 @@ def monitoring(
     if as_json:
         console.result_json({"folder": out, "files": sorted((ALERTS, DASHBOARD, SCRAPE))})
         return
-    if not gateways and api_key_file is None and any(one.keyed for one in found):
+    if gateways is None and api_key_file is None and any(one.keyed for one in found):
         console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
     console.result(str(out))

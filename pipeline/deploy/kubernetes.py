@@ -81,7 +81,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig, repository: Pat
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image,
         gateway_image=_gateway_image(passport, config),
         repository=None if repository is None else repository_digest(repository),
-        host_bytes=0 if repository is None else cache_bytes(repository),
+        host_bytes=0 if repository is None else cache_bytes(repository, passport, placement.ranks),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Target:
 
     gateway_image  None where there is no gateway
     repository     digest of the model repository; None where it is not at hand
-    host_bytes     of the host's memory that the KV cache takes
+    host_bytes     of the host's memory that the KV cache of a pod takes
     """
 
     passport: Passport

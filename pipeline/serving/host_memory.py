@@ -7,14 +7,16 @@ from pathlib import Path
 
 from trtpipe.configs.read import read_yaml
 from trtpipe.engines.errors import HostError
+from trtpipe.engines.passport import Passport
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.text import parse
 from trtpipe.triton_repo.llmapi import MODEL, SETTINGS
 
 
-def require_host_memory(name: str, repository: Path) -> None:
+def require_host_memory(name: str, repository: Path, passport: Passport) -> None:
     """Raises HostError when the KV cache of a target's engine takes more memory of the host than there is."""
-    wanted, there = cache_bytes(repository), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = cache_bytes(repository, passport, passport.world_size)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if wanted >= there:
         raise HostError(
             f"{name} does not fit this machine's memory",
@@ -24,8 +26,11 @@ def require_host_memory(name: str, repository: Path) -> None:
         )
 
 
-def cache_bytes(repository: Path) -> int:
-    """Bytes of the host's memory that the engine's KV cache takes; 0 where `check` finds the setting wrong."""
+def cache_bytes(repository: Path, passport: Passport, ranks: int) -> int:
+    """Bytes of the host's memory that the KV cache of so many ranks takes; 0 where `check` finds the setting wrong.
+
+    TensorRT-LLM gives each rank a cache of the size that is set, vLLM all of them together.
+    """
     settings = repository / MODEL / "1" / SETTINGS
     if settings.is_file():
         found = (read_yaml(settings).get("kv_cache_config") or {}).get("host_cache_size")
@@ -33,4 +38,5 @@ def cache_bytes(repository: Path) -> int:
         _, config = parse(repository / MODEL / "config.pbtxt", Report(repository))
         found = None if config is None else config.parameters["kv_cache_host_memory_bytes"].string_value
     text = str(found)
-    return int(text) if text.isdecimal() else 0
+    size = int(text) if text.isdecimal() else 0
+    return size if passport.runtime == "vllm" else size * ranks

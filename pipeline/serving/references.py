@@ -7,7 +7,6 @@ the run folders and servers of the others refer to what they have written into i
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.run_folder import RUNS, RunFolder
+from trtpipe.pipeline.run_folder import RUNS, WRITE_AGAIN_SECONDS, RunFolder
 from trtpipe.pipeline.serving.servers import Served, Server, read_server, running
 from trtpipe.pipeline.store.store import Store, machine
 
@@ -117,7 +116,7 @@ def _roots(store: Store) -> Iterator[_Root]:
 def _run(path: Path, identity: str | None) -> RunFolder:
     """The run folder that was at `path` of this machine: under the name that it has got since beside it, or in
     ./runs."""
-    if identity is not None and not os.path.lexists(path):
+    if identity is not None and RunFolder(path).id != identity:  # another may have taken its name
         for folder in (path.parent, RUNS):
             with contextlib.suppress(OSError):
                 for named in map(RunFolder, sorted(folder.iterdir())):
@@ -148,7 +147,7 @@ def _is_elsewhere(root: _Root) -> bool:
 
 
 def _is_old(root: _Root, days: int | None) -> bool:
-    return days is not None and time.time() - root.written > days * DAY_SECONDS
+    return days is not None and time.time() - root.written > days * DAY_SECONDS + WRITE_AGAIN_SECONDS
 
 
 def _kept(run: RunFolder, store: Store) -> list[Path]:

@@ -99,11 +99,11 @@ def launch(
     check_alone(options, len(targets))
     passports = [check_passport(name, repository, options.gpus) for name, repository, _ in targets]
     require_alike([target.name for target in targets], passports)
-    for name, repository, _ in targets:
+    for (name, repository, _), passport in zip(targets, passports, strict=True):
         place = called(name, repository)
         compatibility.require_trusted(place, repository, store, allow_code=options.allow_model_code)
         require_sound(place, check_repository(repository), remedy=f"run `trtpipe check {place}` for all")
-        require_host_memory(place, repository)
+        require_host_memory(place, repository, passport)
     passport = passports[0]
     kind = choose_server(options.server, passport)
     check_container_options(options, kind)

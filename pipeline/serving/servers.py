@@ -259,20 +259,27 @@ def _of_other_machines(store: Store) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def starting(store: Store, name: str) -> Iterator[None]:
-    """Hold the server's name while it is started. Raises HostError while another command does, and where a server of
-    another machine has the name: the two would replace each other's files."""
+    """Hold the server's name while it is started; the process that has started it holds it as one that serves. Raises
+    HostError while another command starts it, and where another machine serves it: the two would replace each other's
+    files."""
     with store.alone(
         f"serve-{name}",
         HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"),
     ):
         for server in _of_other_machines(store):
-            if server.name == name:
+            # What a container left that was killed is no obstacle to the next one.
+            if server.name == name and store.held(_serves(name)):
                 record = store.home / "servers" / f"{name}.json"
                 raise HostError(
                     f"{name} is already served on {server.machine}, which shares the store",
                     remedy=f"run `trtpipe stop {name}` on it first, or remove {record} if that machine is gone",
                 )
         yield
+        store.hold(_serves(name))
+
+
+def _serves(name: str) -> str:
+    return f"serves-{name}"
 
 
 def reloading(store: Store, name: str) -> AbstractContextManager[None]:

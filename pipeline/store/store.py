@@ -64,6 +64,10 @@ class Artefact:
         return self.path.parents[3]
 
 
+# Locks that this process holds until it ends; a lock that nothing refers to is released.
+_HELD: dict[str, FileLock] = {}
+
+
 class Store:
     """The artefacts under one home folder. Several processes may use it at once.
 
@@ -185,8 +189,16 @@ class Store:
         """Lock under which a run folder comes to refer to an artefact, and `gc` deletes one that nothing refers to."""
         return self._lock("references")
 
+    def hold(self, name: str) -> None:
+        """Hold a name until this process ends."""
+        if name not in _HELD:
+            lock = self._lock(name)
+            with contextlib.suppress(TimeoutError):  # a child of an earlier process may hold it yet
+                lock.acquire(timeout=0)
+                _HELD[name] = lock
+
     def held(self, name: str) -> bool:
-        """Whether another command holds the name, by `alone`."""
+        """Whether another command holds the name, by `alone` or `hold`."""
         lock = self._lock(name)
         if not Path(lock.lock_file).exists():
             return False

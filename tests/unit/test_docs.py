@@ -86,7 +86,10 @@ def test_generated_parts_say_what_the_code_says() -> None:
     assert "| `build.tokens_per_block` | `32` | from 1 | tokens in a KV-cache block;" in said["settings"]
     assert "| `serving.ensemble` | `graph` |  | kind of the model `ensemble`:" in said["settings"]
     # A recipe is of one target: what `build` takes besides, lists and ray, it refuses.
-    assert "| `executor` | Where trtllm-build runs: auto, local (this environment) or docker (the image). |" in said["settings"]
+    assert (
+        "| `executor` | Where trtllm-build runs: auto, local (this environment) or docker (the image). |"
+        in (said["settings"])
+    )
     assert "| `tp` | " in said["settings"]
     assert "| `replicas_max` | none | most replicas; their number is fixed when it equals" in said["deployment"]
     assert "| `gpus_per_node` | `8` | GPUs of a node:" in said["deployment"]

@@ -193,15 +193,21 @@ def test_a_server_of_another_machine_that_shares_the_store_is_named(store: Store
         "no server named 'a' is running: a was started on gpu-7, which shares the store; "
         f"give the command on gpu-7, or remove {record} if that machine is gone"
     )
-    with pytest.raises(HostError) as caught, starting(store, "a"):
+    with (
+        store.alone("serves-a", HostError("")),  # as the process there does
+        pytest.raises(HostError) as caught,
+        starting(store, "a"),
+    ):
         pass
     assert str(caught.value) == (
         "a is already served on gpu-7, which shares the store; "
         f"run `trtpipe stop a` on it first, or remove {record} if that machine is gone"
     )
     assert record.exists()
-    with starting(store, "b"):
-        pass
+    for name in ("a", "b"):  # what serves no longer is no obstacle
+        with starting(store, name):
+            assert not store.held(f"serves-{name}")
+        assert store.held(f"serves-{name}")
 
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def test_a_driver_that_does_not_answer(
     [
         (None, []), ((0,), []), ((0, 1), []),
         ((1,), ["it is for h100 (SM90), and this machine has NVIDIA L4 (SM89)"]),
+        ((7, 8), ["GPU 7, 8 is not one of those that are visible here"]),
         ((0, 7), ["GPU 7 is not one of those that are visible here"]),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
+from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.registry import export
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
@@ -146,6 +148,8 @@ def test_host_memory_of_a_repository(in_folder: Path, tmp_path: Path) -> None:
     chosen = spec(hf_folder(in_folder / "tiny"), "vllm", {"kv_cache_host_memory_bytes": 1 << 50})
     execute(chosen, Store(tmp_path / "home"), Recorder())
     repository = RunFolder.of(chosen.target).linked("repository")
-    assert cache_bytes(repository) == 1 << 50
+    passport = read_passport(repository / ENGINE_FOLDER)
+    assert cache_bytes(repository, passport, 4) == 1 << 50
+    assert cache_bytes(repository, replace(passport, runtime="tensorrt_llm"), 4) == 1 << 52
     with pytest.raises(HostError, match=r"tiny does not fit this machine's memory: its KV cache takes 1048576.0 GiB"):
-        require_host_memory("tiny", repository)
+        require_host_memory("tiny", repository, passport)
