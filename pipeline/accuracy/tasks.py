@@ -116,6 +116,8 @@ class _Prepared:
 
     golds    for each document the index of the right choice, or the right texts, any of which will do
     choices  for each document of multiple choice its choices; empty for other tasks
+    listed   whether texts that a template makes are lists of right texts where they read as lists: the first document
+             decides, as in lm-eval
     """
 
     task: Task
@@ -123,6 +125,7 @@ class _Prepared:
     choices: list[list[str]]
     continuations: list[Continuation]
     generations: list[Generation]
+    listed: bool = False
 
     @classmethod
     def read(cls, file: Path, model: Path) -> _Prepared:
@@ -162,7 +165,12 @@ class _Prepared:
                 raise ValueError("the prompt is empty")
             kwargs = task.generation_kwargs
             until = [kwargs.until] if isinstance(kwargs.until, str) else kwargs.until
-            self.golds.append(_texts(doc, str(task.doc_to_target)))
+            target = str(task.doc_to_target)
+            found = _right(doc, target)
+            if not self.golds:
+                self.listed = isinstance(found, list)
+            several = isinstance(found, list) and (self.listed or target in doc)
+            self.golds.append([str(one) for one in (found if several else [found])])
             self.generations.append(Generation(prompt=ids, max_tokens=kwargs.max_gen_toks, until=until))
             return len(ids) + kwargs.max_gen_toks
         choices = task.doc_to_choice if isinstance(task.doc_to_choice, list) else _choices(doc, task.doc_to_choice)
@@ -218,16 +226,21 @@ def _field(doc: dict[str, Any], template: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _texts(doc: dict[str, Any], template: str) -> list[str]:
-    """The right texts of a document: several where its value is a list, as in lm-eval. Raises ValueError."""
+def _right(doc: dict[str, Any], template: str) -> Any:
+    """The right text or number of a document, or a list of several; what a template makes reads as a list, as in
+    lm-eval, or is text. Raises ValueError for another field."""
     found = _field(doc, template)
-    if isinstance(found, str) and template not in doc and found.startswith("[") and found.endswith("]"):
-        with contextlib.suppress(ValueError, SyntaxError):  # not the list of a document, but text
-            found = ast.literal_eval(found)
-    texts = found if isinstance(found, list) else [found]
-    if not texts or not all(isinstance(one, str | int | float) for one in texts):
+    if template not in doc and found.startswith("[") and found.endswith("]"):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            read = ast.literal_eval(found)
+            return read if isinstance(read, list) and _are_texts(read) else found
+    if not _are_texts(found if isinstance(found, list) else [found]):
         raise ValueError(f"{found!r} is no text or number, and no list of these")
-    return [str(one) for one in texts]
+    return found
+
+
+def _are_texts(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(one, str | int | float) for one in values)
 
 
 def _choices(doc: dict[str, Any], template: str | None) -> list[str]:

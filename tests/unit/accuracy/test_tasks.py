@@ -18,7 +18,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.precision import Thresholds
 from trtpipe.pipeline.accuracy import gate, page, tasks
 from trtpipe.pipeline.accuracy.task_files import read_task
-from trtpipe.pipeline.accuracy.tasks import TaskScore, score_tasks
+from trtpipe.pipeline.accuracy.tasks import TaskScore, _Prepared, score_tasks
 
 CHOICE = {
     "task": "colours", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data.jsonl"}},
@@ -196,6 +196,26 @@ def test_any_of_several_right_answers_will_do(
     monkeypatch.setattr(tasks, "answer", Models(model=Answers(likelihoods=[], texts=["paris", "2", "5", "[sic]"])))
     (found,) = score_tasks([write(WRITTEN, docs, doc_to_target=target)], model, None, log=tmp_path / "log")
     assert found.quantized == 0.75
+
+
+@pytest.mark.parametrize(
+    ("answers", "right"),
+    [
+        # Of a first text that is no list, later ones that read as lists are text too, as Python writes them.
+        (["4", "[1, 2]", "[5]"], [["4"], ["[1, 2]"], ["[5]"]]),
+        (["[1, 2]", "4", "['a', 2.5]"], [["1", "2"], ["4"], ["a", "2.5"]]),
+        (["[]", "[1, 2]"], [["[]"], ["[1, 2]"]]),
+        (["['a']", "[]", "[[1,2]]", "[None]", "[1], [2]", "[{[]: 1}]", "[" * 999 + "]"],
+         [["a"], ["[]"], ["[[1,2]]"], ["[None]"], ["[1], [2]"], ["[{[]: 1}]"], ["[" * 999 + "]"]]),
+    ],
+)  # fmt: skip
+def test_the_first_text_of_a_template_decides_whether_lists_are_several_answers(
+    model: Path, write: Write, answers: list[str], right: list[list[str]]
+) -> None:
+    docs = [{"question": "What?", "answer": answer} for answer in answers]
+    assert _Prepared.read(write(WRITTEN, docs, doc_to_target="{{ answer }}"), model).golds == right
+    # In a field a text is text.
+    assert _Prepared.read(write(WRITTEN, docs, doc_to_target="answer"), model).golds == [[one] for one in answers]
 
 
 @pytest.mark.parametrize("answer", [None, [], [None], {"text": "4"}, ["4", ["four"]]])
