@@ -277,9 +277,10 @@ class _Session:
         return self._specs[candidate]
 
     def _measure(self, candidate: Candidate, number: int, repeat: int) -> Run:
-        """Measure a candidate, or find its measurement. Raises OutOfTime, KeyboardInterrupt, and for the target as it
-        is what its build or server raises."""
+        """Measure a candidate, or find its measurement. Raises OutOfTime, KeyboardInterrupt, what the system refuses,
+        such as DiskFull, and for the target as it is what its build or server raises."""
         from trtpipe.engines.errors import StageFailed, TrtpipeError
+        from trtpipe.engines.files import DiskFull
         from trtpipe.pipeline.tune.search import OutOfTime
         from trtpipe.pipeline.tune.study import Run
 
@@ -293,7 +294,8 @@ class _Session:
         try:
             run = self._served(candidate, number, repeat, begun)
         except TrtpipeError as error:
-            if not candidate.changes:
+            # What the machine refuses says nothing about the change: the same command measures it later.
+            if not candidate.changes or isinstance(error, DiskFull) or isinstance(error.__cause__, OSError):
                 raise
             run = Run(
                 candidate=candidate, round=number, repeat=repeat, seconds=time.monotonic() - begun, rate=None,
@@ -307,7 +309,7 @@ class _Session:
             )  # fmt: skip
         self.study.runs.append(run)
         self.study.write()
-        self._note(f"round {number + 1}: {candidate.name}: {run.said()}")
+        self._note(f"round {number + 1}: {candidate.name}: {run.said(self.study.unit)}")
         return run
 
     @property

@@ -69,7 +69,8 @@ def tune(
         tokens = run.tokens_per_s
         rows.append((candidate.name, str(run.round + 1), "" if rate is None else f"{rate:.4g}",
                      "" if tokens is None else f"{tokens:.4g}"))  # fmt: skip
-    console.table(("settings", "round", "requests/s", "tokens/s"), rows, numeric=("round", "requests/s", "tokens/s"))
+    figures = ("round", study.unit, "tokens/s")
+    console.table(("settings", *figures), rows, numeric=figures)
     for why in dict.fromkeys(study.left.values()):
         console.note(f"not measured: {'; '.join(name for name, its in study.left.items() if its == why)}: {why}")
     console.result(study.said(), *(f"{name}: {study.folder / name}" for name in (JSON_NAME, HTML_NAME)))

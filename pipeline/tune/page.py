@@ -10,7 +10,7 @@ from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 from trtpipe.pipeline.tune.study import HTML_NAME, JSON_NAME, RECIPE_NAME, Run, Study, best_run, mean_rate, put
 
 READING = (
-    "Right and high is good. Numbers are the requests/s that were sent. A filled mark met all objectives, a hollow one "
+    "Right and high is good. Numbers are the {unit} that were sent. A filled mark met all objectives, a hollow one "
     "did not."
 )
 # Most curves of the drawing: the target as it is, and the best others.
@@ -36,7 +36,7 @@ def text(study: Study) -> str:
                 title="Candidates",
                 lines=[
                     "Each round measures longer than the one before, and keeps the better half; figures are those of a "
-                    "candidate's last round: requests/s the mean of its runs, the others of the best of them."
+                    f"candidate's last round: {study.unit} the mean of its runs, the others of the best of them."
                 ],
                 tables=[_table(study, measured)],
             ),
@@ -55,7 +55,8 @@ def _cards(study: Study) -> Iterator[Card]:
     if study.winner is None:
         return
     run = best_run(study.of(study.winner.candidate))
-    yield Card(label="Requests/s within the objectives", value=number(mean_rate(study.of(study.winner.candidate))))
+    rate = mean_rate(study.of(study.winner.candidate))
+    yield Card(label=f"{study.unit.capitalize()} within the objectives", value=number(rate))
     if study.winner.gain is not None:
         error = study.winner.error
         note = (
@@ -77,7 +78,7 @@ def _findings(study: Study) -> Iterator[Finding]:
 
 
 def _table(study: Study, measured: list[Candidate]) -> Table:
-    columns = ["round", "runs", "requests/s", "limit between", "tokens/s", "TTFT p99 ms", "TPOT p50 ms"]
+    columns = ["round", "runs", study.unit, "limit between", "tokens/s", "TTFT p99 ms", "TPOT p50 ms"]
     columns += ["cost of 1M tokens"] if study.price is not None else []
     return Table(head="Settings", columns=[*columns, ""], rows=[_row(study, one) for one in measured])
 
@@ -102,8 +103,8 @@ def _figures(study: Study, measured: list[Candidate]) -> Iterator[plots.Figure]:
     if chosen:
         yield plots.curves(
             "Throughput against speed of one client",
-            [_curve(one.name, style, best_run(study.of(one))) for style, one in enumerate(chosen)],
-            x="Output tokens/s of one client", y="Output tokens/s", note=READING,
+            [_curve(one.name, style, best_run(study.of(one)), study.unit) for style, one in enumerate(chosen)],
+            x="Output tokens/s of one client", y="Output tokens/s", note=READING.format(unit=study.unit),
         )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def _shown(run: Run) -> bool:
     return any(point.tpot_p50 and point.tokens_per_s for point in run.points)
 
 
-def _curve(name: str, style: int, run: Run) -> plots.Curve:
+def _curve(name: str, style: int, run: Run, unit: str) -> plots.Curve:
     points = sorted(
         (point for point in run.points if point.tpot_p50 and point.tokens_per_s),
         key=lambda point: point.rate or 0.0,
@@ -122,7 +123,7 @@ def _curve(name: str, style: int, run: Run) -> plots.Curve:
             plots.Point(
                 x=1e3 / (point.tpot_p50 or 1.0), y=point.tokens_per_s or 0.0, label=f"{point.rate:g}",
                 hollow=not point.met,
-                title=f"{name}, {point.rate:g} requests/s: TTFT p99 {number(point.ttft_p99)} ms, TPOT p50 "
+                title=f"{name}, {point.rate:g} {unit}: TTFT p99 {number(point.ttft_p99)} ms, TPOT p50 "
                 f"{number(point.tpot_p50)} ms",
             )
             for point in points

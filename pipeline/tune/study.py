@@ -45,8 +45,8 @@ class Run:
     around_s  of these in which the server started and stopped
     request_s seconds of a request, the lowest median of its load points; 0 where that is not known
     tail_s    seconds of a load point after its length, the mean
-    rate      requests/s that were answered within the objectives at the highest rate that met them; 0 where none met
-              them, None where that is not known
+    rate      requests/s, of conversations the first alone, that were answered within the objectives at the highest
+              rate that met them; 0 where none met them, None where that is not known
     interval  rates between which the limit lies; None for an open side
     told      why it is less precise than asked for, or what failed; "" for neither
     report    file of the benchmark's report, relative to the study's folder
@@ -76,12 +76,12 @@ class Run:
         """Output tokens/s at that rate."""
         return None if self.best is None else self.best.tokens_per_s
 
-    def said(self) -> str:
-        """The result in a few words."""
+    def said(self, unit: str) -> str:
+        """The result in a few words; `unit` of the rate."""
         if self.rate is None:
             return f"not measured: {self.told}"
         low, high = ("open" if side is None else f"{side:g}" for side in self.interval)
-        return f"{self.rate:.4g} requests/s ({low} to {high})" + (f"; {self.told}" if self.told else "")
+        return f"{self.rate:.4g} {unit} ({low} to {high})" + (f"; {self.told}" if self.told else "")
 
     @classmethod
     def measured(cls, bench: BenchReport, **known: Any) -> Run:
@@ -158,6 +158,11 @@ class Study:
         return cls(target=target, question=question, folder=folder, runs=runs)
 
     @property
+    def unit(self) -> str:
+        """What a rate counts."""
+        return "requests/s" if self.question.get("work", {}).get("sessions") is None else "conversations/s"
+
+    @property
     def spent_s(self) -> float:
         return sum(run.seconds for run in self.runs)
 
@@ -214,7 +219,7 @@ class Study:
             remedy = f"; {self.remedy}, or a quieter machine" if self.remedy else ""
             why = "with an unknown error" if self.winner.error is None else "less than twice its error"
             return f"not decided: {self.winner.candidate.name}{gain}, {why}{remedy}"
-        return f"{self.winner.candidate.name}: {rate:.4g} requests/s within the objectives{gain}{cut}"
+        return f"{self.winner.candidate.name}: {rate:.4g} {self.unit} within the objectives{gain}{cut}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -260,7 +265,7 @@ def put(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def mean_rate(runs: Sequence[Run]) -> float | None:
-    """Requests/s of runs of a candidate, as its gain is computed; None where no run has a result."""
+    """The rate of runs of a candidate, as its gain is computed; None where no run has a result."""
     rates = [run.rate for run in runs if run.rate is not None]
     return statistics.fmean(rates) if rates else None
 

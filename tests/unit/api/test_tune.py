@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.configs.home import default_home
+from trtpipe.engines.files import DiskFull
 from trtpipe.pipeline.api import tune as module
+from trtpipe.pipeline.api.arguments import known_errors
 from trtpipe.pipeline.serving.targets import remove_targets
 from trtpipe.pipeline.store.store import Store
 from trtpipe.pipeline.tune.candidates import Candidate
@@ -39,6 +42,7 @@ class Machine:
         self.measured: list[tuple[str, int, int]] = []
         self.most = 1000
         self.broken, self.late = "", ""
+        self.fault: Exception = trtpipe.StageFailed("the server has no memory left")
         self.gains = GAINS
         self.around_s, self.search_s, self.request_s, self.tail_s = 1.0, 4.0, 0.0, 0.0
         self.later_s = 0.0
@@ -50,7 +54,8 @@ class Machine:
         if len(self.measured) == self.most:
             raise KeyboardInterrupt
         if self.broken and self.broken in candidate.name:
-            raise trtpipe.StageFailed("the server has no memory left")
+            with known_errors():
+                raise self.fault
         around_s = self.around_s + self.later_s * (len(self.measured) % 3) / 2
         self.measured.append((candidate.name, number, repeat))
         search_s = min(self.search_s, session._search_s(number, repeat))
@@ -159,6 +164,45 @@ def test_a_candidate_that_cannot_be_served_is_told_and_left(machine: Machine, ta
     machine.broken = "as it is"
     with pytest.raises(trtpipe.StageFailed, match="no memory"):
         trtpipe.tune(target, "ttft:3s")
+
+
+@pytest.mark.parametrize(
+    ("system", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: No space left on device"),
+        (OSError(errno.EIO, "Input/output error", "weights.bin"), "weights.bin: Input/output error"),
+        (DiskFull("the disk of the store is full", why="1 MB is free"), "the disk of the store is full: 1 MB is free"),
+    ],
+)
+def test_what_the_machine_refuses_says_nothing_about_a_change(
+    machine: Machine, target: str, system: Exception, told: str
+) -> None:
+    machine.broken, machine.fault = "max_batch_size=16", system
+    with pytest.raises(trtpipe.HostError, match=told):
+        trtpipe.tune(target, SLO)
+    assert [name for name, _, _ in machine.measured] == ["as it is"]
+    machine.broken = ""
+    study = trtpipe.tune(target, SLO)
+    assert study.said().startswith("build.max_batch_size=16, serving.preprocessing_instance_count=2: 18 requests/s")
+    assert all(run.rate for run in study.runs)
+    assert machine.measured.count(("as it is", 0, 0)) == 1
+
+
+def test_conversations_are_told_as_conversations(machine: Machine, target: str, tmp_path: Path) -> None:
+    (tmp_path / "load.yaml").write_text(
+        "name: mine\ndescription: mine\nload:\n  rate: 1\n  requests: 9\n"
+        "work:\n  input_tokens: 16\n  output_tokens: 16\n  sessions:\n    turns: 2\n"
+    )
+    notes: list[str] = []
+    study = trtpipe.tune(target, SLO, load=tmp_path / "load.yaml", note=notes.append)
+    assert (study.unit, study.said()[-78:]) == (
+        "conversations/s", ": 18 conversations/s within the objectives, +80% ± 0% over the target as it is"
+    )  # fmt: skip
+    assert "round 1: as it is: 10 conversations/s (10 to 11)" in notes
+    page = (study.folder / "tune.html").read_text()
+    assert "Conversations/s within the objectives" in page
+    for file in ("tune.html", "tune.json", "recipe.yaml"):
+        assert "requests/s" not in (study.folder / file).read_text().lower()
 
 
 def test_a_short_time_leaves_candidates_out_and_says_so(machine: Machine, target: str) -> None:

@@ -20,7 +20,7 @@ LEFT = {BATCH.name: "its 56 s were over", "a=1": "there was no time for it", "b=
 
 
 def study(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: Run, **fields: Any) -> None:
-    found = Study(target="tiny.cpu.fp32", question={}, folder=folder, runs=list(runs), **fields)
+    found = Study(target="tiny.cpu.fp32", folder=folder, runs=list(runs), **{"question": {}, **fields})
     monkeypatch.setattr(module, "tune", lambda *arguments, **named: found)
 
 
@@ -73,3 +73,10 @@ def test_what_serves_best_is_said_of_the_changes_that_were_measured(
     assert "the target serves best as it is: of 1 change measured, none gains more than 5%\n" in done.out
     assert f"next: trtpipe build --recipe {tmp_path / 'recipe.yaml'}\n" in done.out
     assert done.err == "not measured: a=1: no time\n"
+
+
+def test_the_table_names_what_its_rates_count(run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for sessions, unit in ((None, "requests/s"), ({"turns": "2"}, "conversations/s")):
+        study(monkeypatch, tmp_path, measured(AS_IT_IS, 14.0), question={"work": {"sessions": sessions}})
+        head = next(line for line in run(*ASKED).out.splitlines() if line.startswith("settings"))
+        assert head.split() == ["settings", "round", unit, "tokens/s"]

@@ -52,7 +52,7 @@ def test_a_measurement_has_the_rate_of_its_search_and_every_load_point() -> None
         for rate, met in ((4.0, True), (8.0, False))
     )
     assert run.request_s == pytest.approx(0.42)
-    assert (run.rate, run.tokens_per_s, run.said()) == (3.5, 64.0, "3.5 requests/s (4 to 8)")
+    assert (run.rate, run.tokens_per_s, run.said("requests/s")) == (3.5, 64.0, "3.5 requests/s (4 to 8)")
     assert Run.from_json(run.to_json()) == run
 
 
