@@ -58,7 +58,11 @@ def fetch(
 
 def _unproxied(url: str) -> dict[str, None]:
     """httpx's rule that sends requests to this machine past a proxy of the environment, which does not reach it."""
-    return {f"all://{urlsplit(url).netloc}": None} if is_local(url) else {}
+    if not is_local(url):
+        return {}
+    host = urlsplit(url).hostname or ""
+    # Without the port: httpx drops a scheme's own port from the URL, and a rule that names it fits no more.
+    return {f"all://[{host}]" if ":" in host else f"all://{host}": None}
 
 
 class _TaskSender:

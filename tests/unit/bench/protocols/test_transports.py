@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.certificates import with_openssl, write_certificate
@@ -41,6 +42,7 @@ from trtpipe.pipeline.bench.mock_server.script import TOKEN_TEXT, Truth
 from trtpipe.pipeline.bench.options import PROTOCOLS
 from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring, connect
 from trtpipe.pipeline.bench.protocols.http_setup import Site
+from trtpipe.pipeline.bench.protocols.library import _unproxied
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Client
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
@@ -364,6 +366,20 @@ def test_this_machine_is_not_asked_through_a_proxy(
             assert isinstance(outcome(client, exchange), Answer)
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:80", "http://localhost", "https://localhost:443", "http://[::1]:80", "http://[::1]:8000"]
+)
+def test_this_machine_is_not_asked_through_a_proxy_at_the_usual_ports_either(
+    proxied: HttpServer, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """httpx leaves them out of the URL."""
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxied.port}")
+    with httpx.Client(mounts=_unproxied(url)) as client:
+        assert client._transport_for_url(httpx.URL(url)) is client._transport
+        assert client._transport_for_url(httpx.URL("http://triton.test")) is not client._transport
+    assert _unproxied("http://triton.test:80") == {}
 
 
 def test_the_engine_over_http() -> None:
