@@ -154,11 +154,14 @@ def bench(
     if report is not None:
         check_place(Path(report))
     if target is not None and not isinstance(target, str | Path):
+        from trtpipe.engines.errors import UsageError
+
+        address = next((name for name in ("grpc_url", "http_url", "openai_url") if arguments.get(name)), "")
+        if address:
+            raise UsageError(f"{address} says what is measured, and so does the client", remedy=f"leave out {address}")
         if target.adapter is not None:
             arguments = _for_adapter(target, arguments)
         if arguments.get("server") not in (None, target.server):
-            from trtpipe.engines.errors import UsageError
-
             raise UsageError(
                 f"server is {arguments['server']}, and the client's is {target.server}", remedy="leave out server"
             )
@@ -474,7 +477,7 @@ def served_tokenizers() -> Iterator[Path]:
 
 
 def require_room(work: Work, name: str, repository: Path) -> None:
-    """Refuse lengths of which the engine takes none, the tails of a distribution aside. Raises UsageError,
+    """Refuse lengths whose usual prompt, or prompt and answer, the engine does not take. Raises UsageError,
     InputDataError for a file of lengths, and ArtefactRefused without a passport."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport

@@ -218,7 +218,8 @@ def _served(
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.failures().items())
         raise StageFailed("requests of the benchmark failed", why=stopped or kinds)
     if any(result.metrics["output_token_throughput"]["value"] is None for result in report.results):
-        raise StageFailed("the benchmark has no throughput", why=report.verdict()["reasons"][0]["why"])
+        reasons = [one["why"] for one in report.verdict()["reasons"] if one["what"].endswith("there is no throughput")]
+        raise StageFailed("the benchmark has no throughput", why=next(iter(reasons), ""))
     speeds = [
         Speed(
             concurrency=concurrency, tokens_per_s=result.metrics["output_token_throughput"]["value"],

@@ -271,11 +271,14 @@ def test_one_server_is_measured() -> None:
     both = {
         "--grpc-url says what is measured, and so does --server": {"server": "a", "grpc_url": "h:1"},
         "--http-url says what is measured, and so does --target": {"target": "m", "http_url": "http://h:1"},
-        "--openai-url says what is measured, and so does --server": {"target": client, "openai_url": "http://h:1/v1"},
     }
     for words, given in both.items():
         with pytest.raises(trtpipe.UsageError, match=f"{words}; leave one of them out"):
             api.bench.__wrapped__(**given, tokenizer=Path("tokenizer.json"))  # type: ignore[attr-defined]
+    words = "openai_url says what is measured, and so does the client; leave out openai_url"
+    for asked in (client, SimpleNamespace(adapter="support", model="m:support", server="a", target="m")):
+        with pytest.raises(trtpipe.UsageError, match=words):
+            api.bench.__wrapped__(asked, openai_url="http://h:1/v1")  # type: ignore[attr-defined]
 
 
 def test_a_client_needs_a_server() -> None:

@@ -52,7 +52,12 @@ def test_a_benchmark_without_a_throughput_is_no_proof(monkeypatch: pytest.Monkey
     report = SimpleNamespace(
         interrupted=False, broken=None, partial=False, failures=dict,
         results=[SimpleNamespace(metrics={"output_token_throughput": {"value": None}})],
-        verdict=lambda: {"reasons": [{"what": "there is no throughput", "why": "no slot was measured"}]},
+        verdict=lambda: {
+            "reasons": [
+                {"what": "grpc, concurrency 1: the event loop was late", "why": "by 90 ms at the 99th percentile"},
+                {"what": "grpc, concurrency 8: there is no throughput", "why": "no slot was measured"},
+            ]
+        },
     )  # fmt: skip
     monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, **more: report)
     spec: Any = SimpleNamespace(target="x")
