@@ -26,8 +26,8 @@ _OTHERWISE = "give the folder of the model's safetensors"
 # A Llama has some 30 keys; the longest arrays are the vocabulary and its merges.
 MOST_KEYS, MOST_ITEMS, MOST_STRING = 10_000, 1 << 20, 1 << 20
 MOST_TENSORS = 20 * LARGEST["num_hidden_layers"]
-# The smallest type, IQ1_S, takes 1.56 bits per element.
-LEAST_BITS = 1.5
+# The smallest of BLOCKS has 18 bytes for 128 elements.
+LEAST_BITS = 1.125
 # Elements and bytes of a block of each type of tensor (ggml, ggml-common.h).
 BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84),

@@ -283,13 +283,13 @@ def planned_target(
     question: Question, gpu: GpuSpec, dtype: str, kv_cache: str | None = None, group_size: int | None = None
 ) -> tuple[Precision, Target]:
     """Precision and target of a build on one GPU. Raises UsageError for what a build would refuse of them."""
+    toolchain = facts.find_toolchain(question.release)
     precision = planned_precision(
-        question.model, question.shape, question.stored, gpu, question.runtime, dtype, kv_cache, group_size
+        question.model, question.shape, question.stored, gpu, question.runtime, dtype, kv_cache, group_size, toolchain
     )
     target = Target(
-        gpu=gpu, mapping=Mapping(), quantization=quantization(precision),
-        toolchain=facts.find_toolchain(question.release), stored=precision.stored,
-    )  # fmt: skip
+        gpu=gpu, mapping=Mapping(), quantization=quantization(precision), toolchain=toolchain, stored=precision.stored
+    )
     load_backend(question.runtime).resolve(BuildConfig(), target)
     return precision, target
 

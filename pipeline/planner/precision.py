@@ -11,12 +11,13 @@ from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import Precision, resolve_precision
 from trtpipe.engines.stored_precision import require_readable, stored_precision
+from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.predict import quantization
 
 
 def planned_precision(
     model: str, shape: ModelConfig, stored: Stored | None, gpu: GpuSpec, runtime: str, dtype: str,
-    kv_cache: str | None = None, group_size: int | None = None,
+    kv_cache: str | None = None, group_size: int | None = None, toolchain: Toolchain | None = None,
 ) -> Precision:  # fmt: skip
     """stored: quantization that the model's files have already. Raises UsageError for a precision that the model, the
     GPU or the runtime cannot have."""
@@ -28,7 +29,7 @@ def planned_precision(
             check_expert_format(shape, stored.quantization, "trtllm", stored.method)
         return found
     experts = shape.experts is not None
-    found = resolve_precision(dtype, gpu, recipes, kv_cache, group_size, runtime, experts=experts)
+    found = resolve_precision(dtype, gpu, recipes, kv_cache, group_size, runtime, experts=experts, toolchain=toolchain)
     coded = quantization(found)
     check_expert_format(shape, coded, checkpoint_form(runtime, coded.quant_algo))
     return found

@@ -337,7 +337,7 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
         ),
         (
             ["bench", "selftest", "--itl", "-1"],
-            "--itl is -1.0; give a number from 0.1 to 10000, such as 10; see `trtpipe bench selftest --help`",
+            "--itl is -1.0; give a number from 0.1 to 4000, such as 10; see `trtpipe bench selftest --help`",
         ),
         (
             ["bench", "--duration", "10s"],

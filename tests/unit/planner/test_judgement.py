@@ -64,6 +64,12 @@ def planned(
         ("llama3-8b", {"tp": 3}, "tp_size 3 does not divide the 32 attention heads; tp sizes that fit: 1, 2, 4, 8, 16"),
         ("llama3-8b", {"gpu": "a100-mig-3g.40gb", "tp": 2}, "2 ranks cannot be on MIG slices (a100-mig-3g.40gb)"),
         ("llama3-8b", {"gpu": "v100"}, "v100 (SM70) cannot run TensorRT-LLM engines: TensorRT-LLM removed Volta"),
+        (
+            "llama3-8b",
+            {"gpu": "l4", "dtype": "fp8-block", "runtime": "trtllm_pytorch"},
+            "fp8-block does not run on l4 (SM89): it is known to run on SM90, SM100, SM103; use --dtype fp8, fp8-kv, "
+            "int4-awq, int8-wo, w4a8-awq or bf16 here",
+        ),
         ("llama3-8b", {"dtype": "w4a8-awq", "runtime": "vllm"}, "the runtime vllm does not run W4A8_AWQ"),
         ("tinyllama-1.1b", {"load": "chat"}, "the load asks for sequences of 6126 tokens, tinyllama-1.1b takes 2048"),
         ("llama2-7b", {"load": "chat"}, "the load asks for sequences of 6126 tokens, llama2-7b takes 4096"),
