@@ -20,7 +20,7 @@ SINGLE_NAME = "model.safetensors"
 # File of ModelOpt beside config.json, which says how the folder is quantized.
 DETAILS = "hf_quant_config.json"
 # A name of the index counts as 3 values and takes some 100 bytes; Qwen3-235B-A22B in NVFP4 has 145,000 tensors.
-MOST_INDEX_BYTES, MOST_INDEX_VALUES = 48 << 20, 1_500_000
+MOST_INDEX_BYTES, MOST_INDEX_VALUES = 16 << 20, 1_500_000
 # Bound for the length of a shard's file name; every file system accepts such names.
 MOST_NAME_LENGTH = 200
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
