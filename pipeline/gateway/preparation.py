@@ -43,20 +43,21 @@ COMPLETION_TOKENS = 16
 INT32_MAX = 2**31 - 1
 
 
-def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> str:
-    """The text of the chat. Raises Failure for messages that contradict their roles, and for tools or tool calls that
-    the template ignores."""
+def _rendered(text: Text, asked: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> tuple[str, str | None]:
+    """The text of the chat, and the template that made it. Raises Failure for messages that contradict their roles, and
+    for tools or tool calls that the template ignores."""
     messages, settings = plain(asked.messages or []), asked.chat_template_kwargs
     if not tools and without_calls(messages) == messages:
-        return text.render(messages, settings)
+        return text.render(messages, settings), text.templates[False]
     try:
-        return _heeding(text, messages, settings, [tool.plain() for tool in tools] or None)
+        offered = [tool.plain() for tool in tools] or None
+        return _heeding(text, messages, settings, offered), text.templates[bool(tools)]
     except Failure as failure:
         if tools or text.templates[True] == text.templates[False]:
             raise
         # Earlier calls of a chat that offers no tools any more. The template for tools takes a list, if an empty one.
         try:
-            return _heeding(text, messages, settings, [])
+            return _heeding(text, messages, settings, []), text.templates[True]
         except Failure:
             raise failure from None
 
@@ -143,7 +144,8 @@ class Preparation:
         if (asked.prompt is None) == (asked.messages is None):
             raise wrong("give 'prompt' or 'messages'", "prompt")
         if asked.messages is not None:
-            characters, special = _rendered(text, asked, asked.tools or ()), bool(asked.add_special_tokens)
+            characters, _ = _rendered(text, asked, asked.tools or ())
+            special = bool(asked.add_special_tokens)
         else:
             characters, special = asked.prompt or "", asked.add_special_tokens is not False
         ids = self._tokens(text, served, characters, "prompt", special=special)
@@ -158,8 +160,7 @@ class Preparation:
         """The prompt of a chat; how the answer may call tools, where reasoning begins, and the form of calls."""
         self._check_answers(asked, 1)
         text, tools = self._texts[served.name], asked.offered()
-        rendered = _rendered(text, asked, tools)
-        template = text.templates[bool(tools)]
+        rendered, template = _rendered(text, asked, tools)
         reasoning = find_reasoning(template or "", rendered) if served.reasoning else None
         use, guide = None, None
         if tools:

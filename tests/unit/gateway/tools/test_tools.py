@@ -345,6 +345,19 @@ def test_a_chat_with_calls_goes_on_without_tools(tmp_path: Path) -> None:
     ask(saying(tmp_path / first, "x"), tmp_path / first, scenario, model={"aliases": (first,)}, others=paths)
 
 
+def test_reasoning_follows_the_template_that_made_the_prompt(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "list")
+    default, tool_use, _ = TEMPLATES["list"]
+    write_templates(folder, default, tool_use + "<think>{{ '</think>' if thinking is false }}")
+    body = history(called(), {"role": "tool", "tool_call_id": "a", "content": "noon"})
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("A city.", "Paris")
+
+    ask(saying(folder, "A city.\n</think>\n\nParis"), folder, scenario)
+
+
 def test_a_required_call_needs_a_runtime_that_can_be_held_to_it(folders: dict[str, Path]) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         answer = await client.post(CHAT, json=chat(tools=TOOLS, tool_choice="required"))
