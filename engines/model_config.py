@@ -96,9 +96,11 @@ class ModelConfig(Geometry):
 
     @property
     def rotary_kind(self) -> str | None:
-        """Name of the rotary scaling; None where there is none."""
+        """Name of the rotary scaling in config.json, with a variant that has no name of its own: "dynamic with alpha";
+        None where there is none."""
         scaling = self.rotary_scaling or {}
-        return scaling.get("rope_type", scaling.get("type"))
+        kind = scaling.get("rope_type", scaling.get("type"))
+        return "dynamic with alpha" if kind == "dynamic" and scaling.get("alpha") is not None else kind
 
     @property
     def longest_sequence(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trtpipe.engines import BACKENDS, load_backend
+from trtpipe.engines.backends.base import readers
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
@@ -65,8 +66,11 @@ def stored_precision(
     )
 
 
-def require_readable(model: str, stored: Stored, runtime: str) -> None:
-    """Raises UsageError, naming what would work, for a runtime that cannot execute the files of `model`."""
+def require_readable(model: str, stored: Stored, runtime: str, *, experts: bool = False) -> None:
+    """Raises UsageError, naming what would work, for a runtime that cannot execute the files of `model`.
+
+    experts  whether the model has experts
+    """
     backend = load_backend(runtime)
     if backend.FORM == "trtllm":
         require_convertible(stored, model)
@@ -74,7 +78,7 @@ def require_readable(model: str, stored: Stored, runtime: str) -> None:
     algo = stored.quantization.quant_algo
     if algo in backend.READS.get(stored.method, ()):
         return
-    others = [name for name in BACKENDS if _reads(name, stored)]
+    others = [name for name in BACKENDS if _reads(name, stored, experts)]
     raise UsageError(
         f"the {runtime} runtime does not read {model}",
         why=f"it is already quantized: {stored.describe()}",
@@ -82,8 +86,8 @@ def require_readable(model: str, stored: Stored, runtime: str) -> None:
     )
 
 
-def _reads(runtime: str, stored: Stored) -> bool:
-    backend = load_backend(runtime)
-    if backend.FORM == "trtllm":
-        return stored.quantization.quant_algo in CONVERTIBLE
-    return stored.quantization.quant_algo in backend.READS.get(stored.method, ())
+def _reads(runtime: str, stored: Stored, experts: bool) -> bool:
+    algo = stored.quantization.quant_algo
+    if load_backend(runtime).FORM == "trtllm":
+        return algo in CONVERTIBLE and (not experts or algo is None or "trtllm" in algo.row.expert_formats)
+    return runtime in readers(stored.method, algo, experts=experts)

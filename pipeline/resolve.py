@@ -97,7 +97,7 @@ def resolve(
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     backend = load_backend(runtime)
     if model.stored is not None:
-        require_readable(model.name, model.stored, runtime)
+        require_readable(model.name, model.stored, runtime, experts=experts)
     if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
         raise UsageError(
             "--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are",

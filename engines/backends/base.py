@@ -114,8 +114,9 @@ class EngineBackend(Protocol):
     SPECULATES  modes of `build.speculative_decoding_mode` that it has
     ARRAYS    whether it loads adapters from NumPy arrays, as TensorRT-LLM's C++ backend does, not as PEFT saves them
     ALL_STAGES  whether it divides the layers of models of every family over pipeline stages
-    ROTARY    kinds of rotary scaling that it computes, by their names in config.json
-    LENGTH_AS_STATED  those of them whose factor it takes as included in max_position_embeddings, unlike trtllm-build
+    ROTARY    kinds of rotary scaling that it computes, as `ModelConfig.rotary_kind` names them
+    LENGTH_AS_STATED  those of them with which it takes no sequence longer than a number of config.json, unlike
+              trtllm-build: kind -> the number's name; where that is not stated, max_position_embeddings
     SAME_ADAPTERS  why a running server keeps the adapters that it has started with; "" where they can change
     """
 
@@ -140,7 +141,7 @@ class EngineBackend(Protocol):
     ARRAYS: bool
     ALL_STAGES: bool
     ROTARY: tuple[str, ...]
-    LENGTH_AS_STATED: tuple[str, ...]
+    LENGTH_AS_STATED: dict[str, str]
     SAME_ADAPTERS: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
@@ -230,9 +231,18 @@ def runtimes_of(algo: QuantAlgo | None) -> list[str]:
     return [runtime for runtime in BACKENDS if not load_backend(runtime).ANYWHERE and reads(runtime, algo)]
 
 
-def readers(method: str, algo: QuantAlgo | None) -> list[str]:
-    """Runtimes that read, as they are, folders that came quantized by `method` with `algo`."""
+def readers(method: str, algo: QuantAlgo | None, *, experts: bool = False) -> list[str]:
+    """Runtimes that read, as they are, folders that came quantized by `method` with `algo`; with `experts`, of such a
+    model."""
+    form = form_of(method)
+    if experts and algo is not None and form is not None and form not in algo.row.expert_formats:
+        return []
     return [runtime for runtime in BACKENDS if algo in load_backend(runtime).READS.get(method, ())]
+
+
+def form_of(method: str) -> str | None:
+    """Checkpoint format of folders that came quantized by `method`; None for a method that is only read."""
+    return next((form for form, name in METHODS.items() if name == method), None)
 
 
 def reads(runtime: str, algo: QuantAlgo | None, *, experts: bool = False) -> bool:

@@ -53,7 +53,11 @@ SPECULATES = (NGRAM, DRAFT_MODEL)
 ARRAYS = False
 ALL_STAGES = False
 ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope")
-LENGTH_AS_STATED: tuple[str, ...] = ()
+# Beyond it the angles would change, and cached keys keep theirs (engines/reference/rope.py).
+LENGTH_AS_STATED: dict[str, str] = {
+    "dynamic": "max_position_embeddings",
+    "longrope": "original_max_position_embeddings",
+}
 SAME_ADAPTERS = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.

@@ -36,7 +36,7 @@ ALL_STAGES = False
 # Its builds fail for `dynamic` without alpha and for kinds that it does not know, and they scale nothing for `longrope`
 # where the checkpoint has no tables of it (layers/attention.py).
 ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn")
-LENGTH_AS_STATED: tuple[str, ...] = ()
+LENGTH_AS_STATED: dict[str, str] = {}
 SAME_ADAPTERS = "TensorRT-LLM's C++ backend loads a folder of adapters when it starts"
 
 

@@ -72,8 +72,8 @@ SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 ALL_STAGES = False
 # Source: RotaryScalingType of TensorRT-LLM 1.0 to 1.3.
-ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope")
-LENGTH_AS_STATED: tuple[str, ...] = ()
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "dynamic with alpha", "longrope")
+LENGTH_AS_STATED: dict[str, str] = {}
 SAME_ADAPTERS = "the model of the LLM API looks for them when it starts"
 
 

@@ -61,9 +61,9 @@ SPECULATES = (NGRAM, DRAFT_MODEL, EAGLE3)
 ARRAYS = False
 ALL_STAGES = True
 # Source: get_rope of vLLM 0.32, which calls `su` longrope.
-ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope", "su", "ntk")
+ROTARY: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "dynamic with alpha", "longrope", "su", "ntk")
 # Source: _get_and_verify_max_len of vLLM 0.32.
-LENGTH_AS_STATED: tuple[str, ...] = ("yarn",)
+LENGTH_AS_STATED: dict[str, str] = {"yarn": "max_position_embeddings"}
 SAME_ADAPTERS = ""
 # Ranks that its kernels are made for.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

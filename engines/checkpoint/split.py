@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtpipe.engines.backends.base import readers
+from trtpipe.engines.backends.base import METHODS, form_of, readers
 from trtpipe.engines.base import Mapping, divisors
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.families import family_of
@@ -66,19 +66,34 @@ def check_stages(model: Geometry, mapping: Mapping) -> None:
         )
 
 
-def check_expert_format(model: Geometry, quantization: Quantization, form: str, stored: str = "") -> None:
+def check_expert_format(
+    model: Geometry, quantization: Quantization, form: str, stored: str = "", *, on_cpu: bool = False
+) -> None:
     """Raises UsageError for a quantization in which no runtime computes experts from the checkpoint format `form`.
 
-    stored  method by which the model came quantized, so that nobody can choose another precision for it; "" for none
+    stored  method by which the model came quantized, so that nobody can choose another precision for it; "" for none.
+            What does not become a TensorRT-LLM checkpoint is then read in the format of that method
+    on_cpu  whether it is for a CPU, on which no runtime that reads such folders computes quantized experts
     """
     algo = quantization.quant_algo
-    if model.experts is None or algo is None or form in algo.row.expert_formats:
+    if model.experts is None or algo is None:
+        return
+    if stored and form != "trtllm":
+        # Runtimes also compute experts of folders that are not written here: of the method fp8, of FP8 blocks, and of
+        # INT8 weights by ModelOpt (CutlassFusedMoE of TensorRT-LLM). The table judges what it has in another folder.
+        known = form_of(stored)
+        if known is None or not any(one in METHODS for one in algo.row.expert_formats):
+            return
+        form = known
+    if form in algo.row.expert_formats:
         return
     works = ", ".join(one.value for one in QuantAlgo if form in one.row.expert_formats)
     others = [other for other in algo.row.expert_formats if other != form]
     remedy = f"choose one of {works}{f', or --format {others[0]}' if others else ''} (`trtpipe quants` lists them)"
     if stored:
-        remedy = f"use --runtime {' or '.join(readers(stored, algo))}, or start from the unquantized model"
+        able = [] if on_cpu else readers(stored, algo, experts=True)
+        instead = f"use --runtime {' or '.join(able)}, or " if able else ""
+        remedy = f"{instead}start from the unquantized model"
     raise UsageError(
         f"experts are not quantized with {algo.value} in the format {form}",
         why="no runtime computes them so",

@@ -17,8 +17,10 @@ from trtpipe.triton_repo.serving import ServingConfig
 
 def longest_sequence(model: ModelConfig, runtime: str) -> int:
     """Tokens of the longest sequence of `model` that `runtime` takes."""
-    stated = model.rotary_kind in load_backend(runtime).LENGTH_AS_STATED
-    return model.max_position_embeddings if stated else model.longest_sequence
+    stated = load_backend(runtime).LENGTH_AS_STATED.get(model.rotary_kind or "")
+    if stated is None:
+        return model.longest_sequence
+    return int((model.rotary_scaling or {}).get(stated) or model.max_position_embeddings)
 
 
 def require_length(model: ModelConfig, name: str, longest: int, runtime: str, asked_by: str, remedy: str) -> None:
@@ -26,8 +28,11 @@ def require_length(model: ModelConfig, name: str, longest: int, runtime: str, as
     most, why = longest_sequence(model, runtime), ""
     if longest > most:
         if longest <= model.longest_sequence:
-            why = f"{runtime} takes the factor of {model.rotary_kind} as included in max_position_embeddings"
-            remedy += ", or another max_position_embeddings in config.json"
+            kind = model.rotary_kind
+            stated = load_backend(runtime).LENGTH_AS_STATED[kind or ""]
+            why = f"with the rotary scaling {kind} {runtime} takes no more than {stated}"
+            if kind == "yarn":  # its angles do not depend on that number
+                remedy += f", or another {stated} in config.json"
         raise UsageError(
             f"{asked_by} asks for sequences of {longest} tokens, {name} takes {most}", why=why, remedy=remedy
         )
@@ -57,13 +62,12 @@ def judge(
     check_architecture(build, model.architecture)
     target.gpu.require_ranks(target.mapping.world_size)
     require_rotary(model, name, runtime)
-    if form == "trtllm" or not target.stored:
-        check_expert_format(model, target.quantization, form, target.stored)
+    check_expert_format(model, target.quantization, form, target.stored, on_cpu=target.gpu.is_cpu)
     if model.experts is not None and target.gpu.is_cpu and form != "trtllm" and target.quantization.quant_algo:
         raise UsageError(
             "vLLM does not execute quantized experts on a CPU",
             why="it has kernels for them on GPUs alone",
-            remedy="use --runtime reference, or --dtype bf16",
+            remedy="start from the unquantized model" if target.stored else "use --runtime reference, or --dtype bf16",
         )
     check_mapping(model, target.mapping, quantization=target.quantization, stored=bool(target.stored))
     if not backend.ALL_STAGES:

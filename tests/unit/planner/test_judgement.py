@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import PHI3, QWEN3_MOE, hf_folder
+from tests.support.factories import CHECKPOINT, PHI3, QWEN3_MOE, hf_folder
 from trtpipe.configs.facts import find_gpu, find_model, find_shape
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import compressed_tensors
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import QuantAlgo, Quantization
+from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.pipeline.bench.load.files import find_load
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.layers import set_layer
@@ -181,11 +183,54 @@ def test_the_longest_sequence_of_yarn_is_the_one_that_vllm_takes(tmp_path: Path)
     asked = ("build.max_seq_len=1024", "build.max_input_len=64")
     assert made(folder, *asked, runtime="tensorrt_llm").build.max_seq_len == 1024
     assert refused(folder, *asked, runtime="vllm") == (
-        "build.max_seq_len asks for sequences of 1024 tokens, tiny takes 256: vllm takes the factor of yarn as "
-        "included in max_position_embeddings; set build.max_seq_len=256 or less, or another max_position_embeddings in "
-        "config.json"
+        "build.max_seq_len asks for sequences of 1024 tokens, tiny takes 256: with the rotary scaling yarn vllm takes "
+        "no more than max_position_embeddings; set build.max_seq_len=256 or less, or another max_position_embeddings "
+        "in config.json"
     )
     assert made(folder, "build.max_input_len=64", runtime="vllm").build.max_seq_len == 256
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest", "stated"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 256, "max_position_embeddings"),
+        ({**LONGROPE, "original_max_position_embeddings": 64}, 64, "original_max_position_embeddings"),
+        (LONGROPE, 256, None),
+        ({"rope_type": "linear", "factor": 2.0}, 512, None),
+    ],
+)
+def test_the_reference_runtime_plans_lengths_at_which_it_loads(
+    tmp_path: Path, scaling: dict[str, Any], longest: int, stated: str | None
+) -> None:
+    folder = hf_folder(tmp_path / "tiny", rope_scaling=scaling)
+    options = {"gpu": "cpu", "dtype": "fp32", "runtime": "reference"}
+    spec = made(str(folder), **options)
+    assert spec.build.max_seq_len == longest
+    model = read_model_config(folder)
+    config = dataclasses.replace(
+        CHECKPOINT, head_size=model.head_size, max_position_embeddings=256, rotary_scaling=model.rotary_scaling
+    )
+    assert rotary_tables(config, longest)[0].shape == (longest, model.head_size)
+    line = refused(str(folder), f"build.max_seq_len={longest + 1}", "build.max_input_len=32", **options)
+    kind = scaling["rope_type"]
+    why = f": with the rotary scaling {kind} reference takes no more than {stated}" if stated else ""
+    assert line == (
+        f"build.max_seq_len asks for sequences of {longest + 1} tokens, tiny takes {longest}{why}; "
+        f"set build.max_seq_len={longest} or less"
+    )
+
+
+def test_only_the_reference_runtime_refuses_dynamic_scaling_with_alpha(tmp_path: Path) -> None:
+    folder = str(hf_folder(tmp_path / "tiny", rope_scaling={"type": "dynamic", "factor": 1.0, "alpha": 1000.0}))
+    assert refused(folder, gpu="cpu", runtime="reference") == (
+        "the reference runtime does not compute the rotary scaling 'dynamic with alpha' of tiny: it computes "
+        "linear, llama3, yarn, dynamic, longrope; use --runtime trtllm_pytorch or vllm"
+    )
+    for runtime in ("trtllm_pytorch", "vllm"):
+        assert made(folder, runtime=runtime).build.max_seq_len == 256
 
 
 @pytest.mark.parametrize(
@@ -228,12 +273,18 @@ def test_only_tensorrt_llm_has_no_pipeline_stages_of_a_phi_3(tmp_path: Path) -> 
         assert line.startswith("pp_size 2 is not for a Phi3ForCausalLM: TensorRT-LLM cannot divide its layers")
 
 
+ROWS = compressed_tensors.make(Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN), ["lm_head"])
+
+
+def quantized_experts(folder: Path, config: dict[str, Any], **sizes: Any) -> Path:
+    """A model with experts whose config.json says that it came quantized."""
+    path = hf_folder(folder, **{**QWEN3_MOE, **sizes}, max_position_embeddings=1024) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return folder
+
+
 def test_experts_that_came_quantized_are_judged_before_a_download(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "tiny", **QWEN3_MOE, max_position_embeddings=1024)
-    raw = json.loads((folder / "config.json").read_text())
-    rows = Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
-    raw["quantization_config"] = compressed_tensors.make(rows, ["lm_head"])
-    (folder / "config.json").write_text(json.dumps(raw))
+    folder = quantized_experts(tmp_path / "tiny", ROWS)
     line = (
         "experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format trtllm: no runtime computes them so; "
         "use --runtime vllm, or start from the unquantized model"
@@ -241,6 +292,45 @@ def test_experts_that_came_quantized_are_judged_before_a_download(tmp_path: Path
     assert refused(str(folder), dtype="auto") == line
     assert planned(str(folder), "h100", "auto") == line
     assert made(str(folder), dtype="auto", runtime="vllm").precision.stored == "compressed-tensors"
+
+
+def modelopt(algo: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"]}
+
+
+def test_a_remedy_for_experts_that_came_quantized_names_no_runtime_that_refuses_them(tmp_path: Path) -> None:
+    fresh = "start from the unquantized model"
+    rows = str(quantized_experts(tmp_path / "rows", modelopt("FP8_PER_CHANNEL_PER_TOKEN")))
+    for runtime, form in (("tensorrt_llm", "trtllm"), ("trtllm_pytorch", "hf"), ("vllm", "hf")):
+        assert refused(rows, dtype="auto", runtime=runtime) == (
+            f"experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format {form}: no runtime computes them "
+            f"so; {fresh}"
+        )
+    smooth = str(quantized_experts(tmp_path / "smooth", modelopt("W8A8_SQ_PER_CHANNEL")))
+    for runtime in ("tensorrt_llm", "trtllm_pytorch", "vllm"):
+        assert refused(smooth, dtype="auto", runtime=runtime).endswith(f"; {fresh}")
+    compressed = str(quantized_experts(tmp_path / "compressed", ROWS))
+    for runtime in ("reference", "vllm"):
+        line = refused(compressed, dtype="auto", runtime=runtime, gpu="cpu")
+        assert line.endswith(f"; {fresh}")
+        assert "--runtime" not in line
+    assert refused(compressed, dtype="auto", runtime="trtllm_pytorch").endswith("; use --runtime vllm")
+
+
+# Of at least one FP8 block in each direction.
+BLOCKS = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
+
+
+def test_experts_in_formats_that_are_not_written_are_read(tmp_path: Path) -> None:
+    blocks = {
+        "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "modelopt": modelopt("fp8_pb_wo"),
+    }
+    rows = str(quantized_experts(tmp_path / "rows", modelopt("W8A16"), **BLOCKS))
+    assert made(rows, dtype="auto", runtime="trtllm_pytorch").precision.stored == "modelopt"
+    for method, config in blocks.items():
+        folder = str(quantized_experts(tmp_path / method, config, **BLOCKS))
+        assert made(folder, dtype="auto", runtime="vllm").precision.stored == method
 
 
 def test_a_setting_that_trtllm_build_would_turn_off_for_the_family() -> None:
