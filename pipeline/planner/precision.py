@@ -24,9 +24,8 @@ def planned_precision(
     recipes = facts.load_quant_recipes()
     if stored is not None:
         found = stored_precision(model, stored, dtype, gpu, recipes, kv_cache, group_size)
-        require_readable(model, stored, runtime)
-        if load_backend(runtime).FORM == "trtllm":
-            check_expert_format(shape, stored.quantization, "trtllm", stored.method)
+        require_readable(model, stored, runtime, experts=shape.experts is not None)
+        check_expert_format(shape, stored.quantization, load_backend(runtime).FORM, stored.method, on_cpu=gpu.is_cpu)
         return found
     experts = shape.experts is not None
     found = resolve_precision(dtype, gpu, recipes, kv_cache, group_size, runtime, experts=experts, toolchain=toolchain)

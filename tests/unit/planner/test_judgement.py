@@ -11,11 +11,12 @@ import pytest
 
 from tests.support.factories import CHECKPOINT, PHI3, QWEN3_MOE, hf_folder
 from trtpipe.configs.facts import find_gpu, find_model, find_shape
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import compressed_tensors
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.pipeline.bench.load.files import find_load
@@ -23,6 +24,7 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.planner.advice import Question, advise
 from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.precision import planned_precision
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.spec import BuildSpec
 
@@ -306,6 +308,9 @@ def test_a_remedy_for_experts_that_came_quantized_names_no_runtime_that_refuses_
             f"experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format {form}: no runtime computes them "
             f"so; {fresh}"
         )
+    rows_of_8_bit = Stored("modelopt", Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN), DataType.BFLOAT16)
+    with pytest.raises(UsageError, match=fresh):  # so does `plan`
+        planned_precision("m", find_shape("qwen3-30b-a3b")[1], rows_of_8_bit, find_gpu("h100"), "vllm", "auto")
     smooth = str(quantized_experts(tmp_path / "smooth", modelopt("W8A8_SQ_PER_CHANNEL")))
     for runtime in ("tensorrt_llm", "trtllm_pytorch", "vllm"):
         assert refused(smooth, dtype="auto", runtime=runtime).endswith(f"; {fresh}")

@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+# transformers imports it, and it runs lscpu, which a unit test may not.
+import numpy.testing  # noqa: F401
 import pytest
 import torch
 
