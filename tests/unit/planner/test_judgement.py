@@ -308,9 +308,10 @@ def test_a_remedy_for_experts_that_came_quantized_names_no_runtime_that_refuses_
             f"experts are not quantized with FP8_PER_CHANNEL_PER_TOKEN in the format {form}: no runtime computes them "
             f"so; {fresh}"
         )
-    rows_of_8_bit = Stored("modelopt", Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN), DataType.BFLOAT16)
+    coded = Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+    stored = Stored(method="modelopt", quantization=coded, dtype=DataType.BFLOAT16)
     with pytest.raises(UsageError, match=fresh):  # so does `plan`
-        planned_precision("m", find_shape("qwen3-30b-a3b")[1], rows_of_8_bit, find_gpu("h100"), "vllm", "auto")
+        planned_precision("m", find_shape("qwen3-30b-a3b")[1], stored, find_gpu("h100"), "vllm", "auto")
     smooth = str(quantized_experts(tmp_path / "smooth", modelopt("W8A8_SQ_PER_CHANNEL")))
     for runtime in ("tensorrt_llm", "trtllm_pytorch", "vllm"):
         assert refused(smooth, dtype="auto", runtime=runtime).endswith(f"; {fresh}")
