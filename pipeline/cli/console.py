@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -257,6 +257,9 @@ def stream(pieces: Iterable[str]) -> None:
         if begun or (isinstance(error, KeyboardInterrupt) and sys.stdout.isatty()):
             text("\n")
         raise
+    finally:
+        if isinstance(pieces, Generator):
+            pieces.close()  # an error that is told later would keep its stream
     text("\n")
 
 

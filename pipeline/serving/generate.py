@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import struct
@@ -91,9 +92,19 @@ def stream(
 
     client = InferenceServerClient(grpc_url, channel_args=[("grpc.max_receive_message_length", min(limit, 2**31 - 1))])
     whole = found = False
+
+    def leave() -> None:
+        left.set()
+        _leave(client, by_itself=False, seconds=0)
+
+    atexit.register(leave)
     try:
         config = _config(client, grpc_url, model)
-        client.start_stream(callback=arrive)
+        # Its thread would keep a program that has not closed this generator from ending. One that a daemon thread
+        # starts is a daemon too, and `leave` ends it.
+        starting = threading.Thread(target=client.start_stream, args=(arrive,), daemon=True)
+        starting.start()
+        starting.join()
         # It raises where the stream has ended already, and the reason arrives.
         with contextlib.suppress(InferenceServerException):
             client.async_stream_infer(
@@ -124,16 +135,25 @@ def stream(
             if whole or found:
                 return
     finally:
-        left.set()
+        if not left.is_set():
+            atexit.unregister(leave)
+            left.set()
+            _leave(client, by_itself=whole or found, seconds=LEAVE_SECONDS if whole else STOP_SECONDS)
+
+
+def _leave(client: Any, *, by_itself: bool, seconds: float) -> None:
+    """End a client's stream: at once, or `by_itself` within so many seconds."""
+    if by_itself:
         # In Triton 2.51 a call that is cancelled as it ends can stay for ever, with its model: the server then takes
         # all its exit timeout to stop. A call that does not end by itself is cancelled all the same.
-        seconds = STOP_SECONDS if found and not whole else LEAVE_SECONDS
         late = threading.Timer(seconds, client.stop_stream, kwargs={"cancel_requests": True})
         late.daemon = True
         late.start()
-        client.stop_stream(cancel_requests=not (whole or found))
+        client.stop_stream(cancel_requests=False)
         late.cancel()
-        client.close()
+    else:
+        client.stop_stream(cancel_requests=True)
+    client.close()
 
 
 def stream_openai(

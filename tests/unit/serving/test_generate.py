@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import struct
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
-from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, deserialize_bytes_tensor, triton_to_np_dtype
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
@@ -188,3 +195,57 @@ def test_a_stream_that_ended_before_the_request_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(Client, "async_stream_infer", ask)
     with pytest.raises(HostError, match="host:1 cannot be reached: Connection reset"):
         list(stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8))
+
+
+class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """A server that answers one word, and then no more."""
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelConfigResponse(config=config("text_input", "max_tokens", "stream"))
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        next(requests)
+        out = service_pb2.ModelStreamInferResponse()
+        out.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 1])
+        out.infer_response.raw_output_contents.append(struct.pack("<I", 2) + b"so")
+        yield out
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        ended.wait()
+
+
+@pytest.fixture(scope="module")
+def endless() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+@pytest.mark.parametrize(
+    ("then", "status", "said"),
+    [
+        ("for piece in pieces: raise ValueError(piece)", 1, "ValueError: so\n"),
+        ("next(pieces)", 0, ""),  # it is there yet when the program ends
+        ("next(pieces); kept = sys._getframe(); sys.exit(3)", 3, ""),
+        ("console.stream(pieces)", 1, "OSError: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_a_program_that_leaves_an_answer_ends(endless: str, then: str, status: int, said: str) -> None:
+    program = f"""
+import sys
+from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.cli import console
+from trtpipe.pipeline.serving.generate import stream
+pieces = stream("{endless}", "x", SamplingParams(), model="ensemble", max_tokens=9)
+{then}
+"""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr.endswith(said)) == (status, True), done.stderr
