@@ -20,7 +20,8 @@ from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES, AnswerRefused, Li
 
 # Matches Git's object names, SHA-256, and the ETags of S3.
 SAFE_NAME = r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}"
-NAME_HEADERS = ("etag", "x-linked-etag", "x-repo-commit", "x-xet-hash")
+NAME_HEADERS = ("x-repo-commit", "x-xet-hash")
+ETAGS = ("etag", "x-linked-etag")
 NAME_FIELDS = ("sha", "oid", "sha256", "xetHash", "blobId")
 # Most seconds to wait before the next attempt, as a Hub may request; there are at most 6 attempts.
 MAX_WAIT_SECONDS = 60
@@ -64,10 +65,13 @@ class HubClient(LimitedClient):
 
     def check_response(self, response: httpx.Response) -> None:
         super().check_response(response)
-        own = response.request.url.netloc == self._place  # headers of a storage server do not become file names
-        for name in NAME_HEADERS:
+        # Names of files come from answers to HEAD alone, of any host that huggingface_hub follows a redirect to. ETags
+        # of other answers and of refusals are of the Hub's web server, in base64 with `/` and `+`, and name nothing.
+        head = response.request.method == "HEAD"
+        names = NAME_HEADERS if head or response.request.url.netloc == self._place else ()
+        for name in (*names, *ETAGS) if head and response.status_code < 400 else names:
             value = response.headers.get(name)
-            if value is not None and own and not re.fullmatch(SAFE_NAME, value.removeprefix("W/").strip('"')):
+            if value is not None and not re.fullmatch(SAFE_NAME, value.removeprefix("W/").strip('"')):
                 raise AnswerRefused(f"its {name} is not a digest: {value[:80]}")
         wait = response.headers.get("retry-after")
         if wait is not None and not (re.fullmatch("[0-9]{1,2}", wait) and int(wait) <= MAX_WAIT_SECONDS):

@@ -281,6 +281,29 @@ def test_an_etag_is_no_path(server: Hub, commit: str, tmp_path: Path, name: str)
     assert not list((tmp_path / "hf").rglob("*planted*"))
 
 
+@pytest.mark.parametrize("place", ["/elsewhere/{path}", "http://{other}/{path}", "/api/resolve-cache/{path}"])
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+def test_a_name_is_no_path_where_a_redirect_leads(
+    server: Hub, commit: str, tmp_path: Path, place: str, header: str
+) -> None:
+    """The client follows redirects to any path and port of the Hub's host."""
+    names = {"ETag": '"a"', "X-Repo-Commit": commit, header: '"' + "../" * 6 + 'planted"', "Content-Length": "5"}
+    evil = Answer(200, names).wire()
+
+    with serving(lambda request: [evil]) as other:
+
+        def changed(asked: Asked, status: int, headers: dict[str, str], body: bytes) -> Iterable[bytes] | None:
+            if "/resolve/" in asked.path and asked.method == "HEAD":
+                return [Answer(307, {"Location": place.format(other=other, path="config.json")}).wire()]
+            return [evil] if asked.path.endswith("/config.json") else None
+
+        server.changed = changed
+        with pytest.raises(HostError, match=f"its {header.lower()} is not a digest"):
+            hub.download(REPO, commit, ignore)
+    assert outside(tmp_path) == []
+    assert not list((tmp_path / "hf").rglob("*planted*"))
+
+
 @pytest.mark.parametrize("name", ["../" * 6 + "planted", "main", "x" * 41, "", 7, ["a"], None])
 def test_a_commit_is_no_path(server: Hub, commit: str, tmp_path: Path, name: Any) -> None:
     """The cache keeps the list of a commit's files under the commit."""

@@ -1,7 +1,8 @@
 """A small real HTTP server that speaks the Hugging Face hub's API, as far as models and registries need it.
 
 Model info and the file tree under /api/models, files under /<repository>/resolve/<revision>/, with ETag,
-X-Repo-Commit and ranges; refusals with the hub's X-Error-Code. Repositories are made and changed by commits, whose
+X-Repo-Commit and ranges; refusals with the hub's X-Error-Code. Other answers than files have ETags as the hub's web
+server makes them. Repositories are made and changed by commits, whose
 large files have come before by Git's protocol for them. It keeps what it was asked, and can cut connections in the
 middle of a file.
 """
@@ -21,6 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 # Git stores larger files elsewhere and names them by their SHA-256.
 LFS_FROM_BYTES = 4096
+# Length and SHA-1 of a body in base64, most of which have `/` or `+`.
+WEB_ETAG = 'W/"1d-Wb+/8vQ0k1oqZ3xJm7cT/4yLhPs"'
 # Which the client asks for once a process, in whichever test is its first: not kept with what is asked of repositories.
 OF_THE_CLIENT = "/api/agent-harnesses"
 
@@ -270,6 +273,7 @@ def serving() -> Iterator[Hub]:
             self._send(status, json.dumps({"error": message}).encode(), {**extra, **(headers or {})})
 
         def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+            headers = {"ETag": WEB_ETAG, **headers}
             if hub.changed is not None:
                 asked = Asked(
                     self.command, unquote(self.path), {key.lower(): text for key, text in self.headers.items()}
