@@ -340,6 +340,32 @@ def test_a_stop_ends_every_request_of_its_id_that_still_runs(llm_api: Any) -> No
     assert (first.sent, stop.final, llm_api.answering) == ([], True, 0)
 
 
+def test_a_chosen_token_without_a_log_probability_is_told_as_that(llm_api: Any) -> None:
+    names = ("output_ids", "output_log_probs")
+    given = [Tensor("input_ids", np.array([1, 2])), Tensor("return_log_probs", np.array([True]))]
+    request = InferenceRequest(given, requested_output_names=names)
+
+    class Answer:
+        """Of the token 7, where only that of 5, the likeliest, is listed."""
+
+        def __aiter__(self) -> Any:
+            return self._parts()
+
+        async def _parts(self) -> Any:
+            likeliest = {5: SimpleNamespace(logprob=-0.25)}
+            output = SimpleNamespace(token_ids=[7], logprobs=[likeliest])
+            yield SimpleNamespace(finished=True, prompt_token_ids=[1, 2], outputs=[output])
+
+    vars(llm_api).update(
+        adapters={}, cancel_period=60.0, sampling_params=SimpleNamespace,
+        llm=SimpleNamespace(generate_async=lambda *_, **__: Answer()),
+    )  # fmt: skip
+    asyncio.run(llm_api._serve(request, request))
+    error = request.sent[0].error()
+    assert error is not None
+    assert error.message() == "this release of TensorRT-LLM gave no log-probability of a token that it chose"
+
+
 def test_the_llm_api_answers_one_prompt_a_request_and_refuses_several(llm_api: Any) -> None:
     request = InferenceRequest([Tensor("text_input", np.array([b"one", b"two"], object))])
     asyncio.run(llm_api._serve(request, request))

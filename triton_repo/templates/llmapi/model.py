@@ -361,6 +361,8 @@ def _tensors(request, wanted, prompt, output, new):
         out.append(pb_utils.Tensor("output_ids", np.array(ids, dtype=np.int32)))
         if "output_log_probs" in wanted and _value(request, "return_log_probs", False):
             entries = output.logprobs_diff if new else output.logprobs
+            if any(token not in entry for token, entry in zip(ids, entries, strict=False)):
+                raise RuntimeError("this release of TensorRT-LLM gave no log-probability of a token that it chose")
             values = [entry[token].logprob for token, entry in zip(ids, entries, strict=False)]
             out.append(pb_utils.Tensor("output_log_probs", np.array(values, dtype=np.float32)))
     for name in ("finish_reason", "stop_reason"):
