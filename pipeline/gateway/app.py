@@ -31,6 +31,7 @@ from trtpipe.pipeline.gateway.engine_requests import (
     require_bias,
     require_guide,
     require_prompt_log_probs,
+    require_sampling,
 )
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 from trtpipe.pipeline.gateway.model_names import ModelNames, adapter_model_name
@@ -118,19 +119,26 @@ class Gateway:
         # Looked up again, since it may have been removed while the prompt was made.
         _, adapter = self.names.find(model)
         copies = asked.n or 1
-        sampling = _sampling(asked, text)
-        changed = prepared.bias or prepared.guide or asked.presence_penalty or asked.frequency_penalty
+        sampling = _sampling(asked, text, engine)
+        # A form has an end: beyond it vLLM's answer would be free.
+        ends = [] if asked.ignore_eos and prepared.guide is None else text.end_ids
+        changed = (
+            prepared.bias
+            or prepared.guide
+            or asked.presence_penalty
+            or asked.frequency_penalty
+            or (asked.min_tokens and ends)  # end tokens are not drawn before
+        )
         plain = sampling.top_k == 1 and sampling.repetition_penalty in (None, 1) and not changed
         log_probs = _log_probs(asked, engine, sampling, likeliest_known=plain or not prepared.max_tokens)
         scored = bool(prepared.echoes) and log_probs is not None
         if scored:
             require_prompt_log_probs(engine)
+        require_sampling(engine, replace(sampling, seed=asked.seed), ends)
         if prepared.bias:
             require_bias(engine)
         if prepared.guide is not None:
             require_guide(engine, *prepared.guide)
-        # A form has an end: beyond it vLLM's answer would be free.
-        ends = [] if asked.ignore_eos and prepared.guide is None else text.end_ids
         # A given seed makes every copy repeatable; without a given seed, all copies differ. The engine's own default
         # would give every client the same answer.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -182,7 +190,7 @@ class Gateway:
         return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s, span)
 
 
-def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
+def _sampling(asked: ChatOptions | CompletionOptions, text: Text, engine: EngineModel) -> SamplingParams:
     """Sampling parameters in the engine's terms: its own default is greedy, OpenAI's is to draw from all tokens."""
 
     def chosen(name: str, value: float | None, default: float | None) -> float | None:
@@ -191,8 +199,9 @@ def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingPar
     temperature = chosen("temperature", asked.temperature, 1.0)
     top_p = chosen("top_p", asked.top_p, 1.0)
     top_k = int(chosen("top_k", asked.top_k, 0) or 0)
-    if isinstance(asked, CompletionOptions) and asked.echo and asked.logprobs is not None:
-        # The prompt is scored. A recommended penalty is for answers, and would hide which tokens are the likeliest.
+    scored = isinstance(asked, CompletionOptions) and asked.echo and asked.logprobs is not None
+    if scored or not engine.takes("repetition_penalty"):
+        # A prompt that is scored: a recommended penalty is for answers, and would hide which tokens are the likeliest.
         repetition = asked.repetition_penalty
     else:
         repetition = chosen("repetition_penalty", asked.repetition_penalty, None)
@@ -235,7 +244,7 @@ def _log_probs(
             f"'{param}' of {likeliest}: this server knows the chosen token's alone", param, "unsupported_parameter"
         )
     if likeliest == 1 and not likeliest_known:
-        why = "the likeliest token is only known at temperature 0 without penalties, biases and forms"
+        why = "the likeliest token is only known at temperature 0 without penalties, biases, forms and min_tokens"
         penalty = sampling.repetition_penalty
         if asked.repetition_penalty is None and penalty not in (None, 1):
             why += f"; the model recommends a repetition_penalty of {penalty:g}, so give 'repetition_penalty': 1"

@@ -134,8 +134,9 @@ class Choice:
             self.count += len(tokens)
             if self._order.log_probs:
                 self._keep_log_probs(tokens)
-            if tokens[-1] in self._order.end_ids:
-                self._ended = True
+            # An engine may go on after an end token, before `min_tokens`.
+            self._ended = tokens[-1] in self._order.end_ids
+            if self._ended:
                 tokens = tokens[:-1]
             if self._stops is not None and early:
                 piece = self._stops.skip(self._detokenizer.push(tokens[:early]))

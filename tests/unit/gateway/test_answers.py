@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,6 +109,7 @@ def test_text_completions_both_ways(folder: Path) -> None:
         ([72, 73, 74], 3, 3, "length"),
         ([72, 73, END], 3, 2, "stop"),  # the last one allowed is the end token
         ([72, 73, 0], 10, 2, "stop"),  # the model's other end token
+        ([72, END, 73], 3, 2, "length"),  # the engine went on after an end token
     ],
 )
 def test_why_an_answer_ended_is_what_happened(
@@ -238,10 +241,14 @@ def test_log_probabilities_of_the_chosen_tokens(folder: Path) -> None:
         for body, param in (
             (chat(logprobs=True, top_logprobs=2, temperature=0), "top_logprobs"),
             (chat(logprobs=True, top_logprobs=1, temperature=1), "top_logprobs"),
+            (chat(logprobs=True, top_logprobs=1, temperature=0, min_tokens=1), "top_logprobs"),
             (chat(top_logprobs=1), "top_logprobs"),
         ):
             refused = await client.post(CHAT, json=body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        # Without end tokens `min_tokens` keeps none from being drawn.
+        fixed = chat(logprobs=True, top_logprobs=1, temperature=0, min_tokens=3, max_tokens=3, ignore_eos=True)
+        assert (await client.post(CHAT, json=fixed)).status_code == 200
 
     ask(saying(folder, "Hié"), folder, scenario)
 
@@ -290,9 +297,13 @@ def test_sampling_options_reach_the_engine_under_its_names(folder: Path) -> None
 
 
 LLM_API = {
-    "inputs": ["text_input", "input_ids", "sampling_param_max_tokens", "return_log_probs", "stop"],
+    "inputs": [
+        "text_input", "input_ids", "streaming", "return_log_probs", "stop",
+        *(f"sampling_param_{name}" for name in ("max_tokens", "end_id", "stop_token_ids", "temperature", "top_p")),
+        *(f"sampling_param_{name}" for name in ("top_k", "min_tokens", "seed")),
+    ],
     "outputs": ["text_output", "output_ids", "output_log_probs"],
-}
+}  # fmt: skip
 
 
 def test_a_model_of_the_llm_api_gets_the_same_under_its_own_names(folder: Path) -> None:
@@ -329,6 +340,39 @@ def test_a_model_of_the_llm_api_gets_the_same_under_its_own_names(folder: Path) 
         await until(lambda: len(triton.stopped) == 1)
 
     ask(script, folder, scenario, triton=LLM_API)
+
+
+def test_sampling_options_that_the_llm_api_ignores_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        log_probs = [-0.5] if "return_log_probs" in asked.raw else None
+        yield response([*tokens_of(folder, "a")], log_probs=log_probs)
+        yield response([END], final=True, log_probs=log_probs)
+
+    ignored = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        for name, value in (*((name, 0.5) for name in ignored[1:4]), ("seed", 7), ("min_tokens", 1)):
+            answer = await client.post(CHAT, json=chat(**{name: value}))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+            assert error["message"] == f"'{name}': the sampler of this model's runtime ignores it"
+        assert triton.asked == []
+        # Values without an effect are no wish: neutral ones, the seed of a greedy answer, a least length without ends.
+        neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_tokens": 0}
+        endless = {"min_tokens": 1, "ignore_eos": True, "max_tokens": 1}
+        for fields in (neutral, {"seed": 7, "temperature": 0}, endless):
+            answer = await client.post(CHAT, json=chat(**fields))
+            assert answer.status_code == 200, answer.text
+            assert not {f"sampling_param_{name}" for name in ignored} & triton.asked[-1].raw.keys()
+        # The penalty that the model recommends is not there either: the likeliest token of a greedy answer is known.
+        likeliest = chat(temperature=0, logprobs=True, top_logprobs=1)
+        assert (await client.post(CHAT, json=likeliest)).status_code == 200
+
+    shutil.copytree(folder, tmp_path / "model")
+    recommended = {"eos_token_id": [END, 0], "repetition_penalty": 1.1}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    inputs = [name for name in LLM_API["inputs"] if name.removeprefix("sampling_param_") not in ignored]
+    ask(script, tmp_path / "model", scenario, triton={**LLM_API, "inputs": inputs})
 
 
 def test_a_model_that_takes_text_alone_is_refused_in_words(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_recommended_penalty_does_not_keep_prompts_from_being_scored(tmp_path:
         assert triton.asked[-1].number("repetition_penalty") == pytest.approx(1.1)
         assert (await client.post(CHAT, json={**likeliest, "repetition_penalty": 1})).status_code == 200
         given = (await client.post(TEXT, json={**fields, "repetition_penalty": 1.1})).json()["error"]["message"]
-        assert given.endswith("without penalties, biases and forms")
+        assert given.endswith("without penalties, biases, forms and min_tokens")
 
     ask(scored, folder, scenario, triton=OWN)
 
