@@ -36,8 +36,12 @@ class SamplingParams:
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output
     presence_penalty    subtracted from the logits of tokens in the output
     frequency_penalty   subtracted once for each time a token is in the output
-    min_tokens          number of tokens before which neither end_id nor a stop word ends the request
+    min_tokens          number of tokens before which neither end_id nor a stop word ends the request; until then end_id
+                        and stop words of one token are not drawn
     seed                unset means 0, TensorRT-LLM's default: equal requests get equal tokens
+
+    NVIDIA's C++ backend differs: its presence_penalty and frequency_penalty count the tokens of the prompt too, and its
+    min_tokens is for end_id alone.
     """
 
     temperature: float | None = None

@@ -232,6 +232,11 @@ class Runtime:
             bias = {int(i): float(request.embedding_bias[i]) for i in np.flatnonzero(request.embedding_bias)}
         if request.guide is not None and not self._guided:
             raise RequestRefused("guided_decoding_guide: this engine is served without guided decoding")
+        # A guide may allow the end alone.
+        min_tokens = 0 if request.guide is not None else asked.min_tokens or 0
+        stops = self._ends(request)
+        if min_tokens:  # vLLM draws none of these before
+            stops += [word[0] for word in request.stop_words if len(word) == 1]
         return SamplingParams(
             max_tokens=request.max_tokens,
             temperature=0.0 if greedy or asked.top_k == 1 else 1.0 if asked.temperature is None else asked.temperature,
@@ -240,11 +245,10 @@ class Runtime:
             repetition_penalty=asked.repetition_penalty or 1.0,
             presence_penalty=asked.presence_penalty or 0.0,
             frequency_penalty=asked.frequency_penalty or 0.0,
-            # A guide may allow the end alone.
-            min_tokens=0 if request.guide is not None else asked.min_tokens or 0,
+            min_tokens=min_tokens,
             seed=(asked.seed or 0) % 2**63,  # vLLM keeps it in 64 bits with a sign, and fails in a step otherwise
             ignore_eos=True,  # the request's end_id ends generation, not the model's
-            stop_token_ids=self._ends(request) or None,
+            stop_token_ids=stops or None,
             structured_outputs=None if request.guide is None else _structured(request.guide),
             logit_bias=bias,
             logprobs=0 if request.return_log_probs else None,

@@ -1,5 +1,8 @@
 """Sampling of tokens from logits by TensorRT-LLM's rules, for all requests of a step at once.
 
+Two rules are OpenAI's and vLLM's instead: presence and frequency penalties count the output's tokens alone, not the
+prompt's, and min_tokens holds for stop words too.
+
 A greedy request without other options costs one argmax. For other requests bias, temperature, penalties and bans are
 applied in TensorRT-LLM's order, then the masks of guides. The token is the first of the sorted candidates whose
 cumulative probability reaches u * top_p, u uniform in (0, 1). So top_p cuts the tail exactly at its mass, within top_k
@@ -40,6 +43,10 @@ class Sampler:
         params = request.sampling
         self.end_id = request.end_id if request.end_id is not None and request.end_id >= 0 else None
         self.min_tokens = params.min_tokens or 0
+        # Tokens that end the request by themselves: a model's further end tokens are stop words of one token.
+        self._ends = [word[0] for word in request.stop_words if len(word) == 1]
+        if self.end_id is not None:
+            self._ends.append(self.end_id)
         self.temperature = 1.0 if params.temperature is None else params.temperature
         self.top_k = max(params.top_k or 0, 0)
         top_p = params.top_p or 0.0
@@ -62,7 +69,7 @@ class Sampler:
     @property
     def raw_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits."""
-        return self._plain and (self.end_id is None or len(self.generated) >= self.min_tokens)
+        return self._plain and (not self._ends or len(self.generated) >= self.min_tokens)
 
     def accept(self, token: int) -> Finish | None:
         """Append a drawn token to the output, except end_id. Return why it ends the request, or None."""
@@ -85,9 +92,7 @@ class Sampler:
 
     def banned(self) -> list[int]:
         """Tokens that must not come next."""
-        out: list[int] = []
-        if self.end_id is not None and len(self.generated) < self.min_tokens:
-            out.append(self.end_id)
+        out = list(self._ends) if len(self.generated) < self.min_tokens else []
         for word in self.request.bad_words:
             if word and self._follows(word[:-1]):
                 out.append(word[-1])

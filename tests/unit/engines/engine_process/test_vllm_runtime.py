@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from trtpipe.engines.engine_process.request import Request, RequestRefused
 from trtpipe.engines.engine_process.vllm_runtime import Runtime, _refusals, _Running
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.engines.sampling import Guide, SamplingParams
 
 
 class VLLMValidationError(Exception):
@@ -67,12 +68,39 @@ def test_tokens_behind_a_stop_word_are_not_in_the_sum_of_log_probabilities() -> 
     assert output.finish == "stop_words"
 
 
-def test_a_bias_has_a_number_for_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+def test_the_stop_word_at_which_vllm_ends_is_output() -> None:
+    asked = replace(request(end_id=2, stop_words=((5,),)), sampling=SamplingParams(min_tokens=1))
+    output = _Running(asked, [2]).take(reply([3, 5], "stop"))
+    assert (output.tokens, output.finish) == ([3, 5], "stop_words")
+    output = _Running(asked, [2]).take(reply([3, 2], "stop"))
+    assert (output.tokens, output.finish) == ([3], "end_id")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runtime without an engine, of a vLLM whose SamplingParams is a dict."""
+    kinds = SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(DELTA="delta"), StructuredOutputsParams=lambda **given: given
+    )
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: given))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
-    runtime: Any = object.__new__(Runtime)
-    vars(runtime).update(_max_seq_len=64, _vocab_size=4, _guided=False)
+    made: Any = object.__new__(Runtime)
+    vars(made).update(_max_seq_len=64, _vocab_size=4, _guided=True, _grammar_end=9)
+    return made
+
+
+def test_vllm_draws_no_end_token_before_min_tokens(runtime: Any) -> None:
+    asked = request(end_id=2, stop_words=((5,), (6, 7), (8,)))
+    made = runtime._sampling(replace(asked, sampling=SamplingParams(min_tokens=3)))
+    assert (made["min_tokens"], made["stop_token_ids"]) == (3, [2, 5, 8])
+    # A guide may allow the end alone.
+    made = runtime._sampling(replace(asked, sampling=SamplingParams(min_tokens=3), guide=Guide("json")))
+    assert (made["min_tokens"], made["stop_token_ids"]) == (0, [2, 9])
+    made = runtime._sampling(asked)
+    assert (made["min_tokens"], made["stop_token_ids"]) == (0, [2])
+
+
+def test_a_bias_has_a_number_for_each_logit(runtime: Any) -> None:
     whole = np.array([0, 2, 0, -np.inf], np.float32)
     assert runtime._sampling(request(embedding_bias=whole))["logit_bias"] == {1: 2.0, 3: -np.inf}
     for wrong in (whole[:3], np.append(whole, whole), np.array([0, np.nan, 0, 0]), np.array([0, np.inf, 0, 0])):

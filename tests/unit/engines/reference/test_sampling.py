@@ -172,6 +172,21 @@ def test_the_end_is_banned_before_min_tokens() -> None:
     assert one.generated == [1, 1]
 
 
+@pytest.mark.parametrize("end_id", [None, 3])
+def test_stop_words_of_one_token_are_banned_before_min_tokens(end_id: int | None) -> None:
+    one = sampler(min_tokens=3, rest={"end_id": end_id, "stop_words": ((4,), (1, 1))})
+    row = torch.tensor([[0.0, 1.0, 0.0, -1.0, 9.0]])
+    # A longer word is not banned, and ends nothing before.
+    for _ in range(2):
+        assert choose(row, [one]) == [1]
+        assert one.accept(1) is None
+    assert choose(row, [one]) == [1]
+    assert one.accept(2) is None
+    assert choose(row, [one]) == [4]
+    assert one.accept(4) == "stop_words"
+    assert one.generated == [1, 1, 2, 4]
+
+
 @pytest.mark.parametrize("end_id", [None, -1])
 def test_without_an_end_id_nothing_is_an_end(end_id: int | None) -> None:
     one = sampler(max_tokens=2, min_tokens=1, rest={"end_id": end_id})
