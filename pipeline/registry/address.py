@@ -23,7 +23,7 @@ def location(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     if separator and scheme != "file":
         return url
-    path = unquote(rest) if separator else os.path.expanduser(url)  # noqa: PTH111  # Path would take ./~ for ~
+    path = unquote(re.sub("^localhost/", "/", rest)) if separator else os.path.expanduser(url)  # noqa: PTH111  # Path would take ./~ for ~
     return str(Path(path).resolve())
 
 
@@ -44,6 +44,8 @@ def open_registry(url: str) -> Registry:
         raise UsageError(
             f"{url} names no place", remedy=f"give for example {EXAMPLES.get(scheme, f'{scheme}://bucket/prefix')}"
         )
+    if scheme == "memory":
+        raise UsageError(f"{url} is lost when this program ends", remedy="give oci://, hf://, s3:// or a folder")
     if scheme == "oci":
         from trtpipe.pipeline.registry.oci import OciRegistry
 

@@ -83,8 +83,10 @@ def damaged_size(blob: Blob, size: int, registry: Registry) -> InputDataError:
 
 
 def unknown_target(target: str, registry: Registry) -> UsageError:
-    there = registry.targets()
-    remedy = suggestion(target, there) if there else "push one with `trtpipe push`"
+    remedy = "check its name"
+    with contextlib.suppress(HostError):  # who may pull may not always list
+        there = registry.targets()
+        remedy = suggestion(target, there) if there else "push one with `trtpipe push`"
     return UsageError(f"{registry.url} has no target '{target}'", remedy=remedy)
 
 
@@ -113,6 +115,12 @@ def translated(url: str) -> Iterator[None]:
         ) from None
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
+    except NotImplementedError as error:
+        raise HostError(
+            f"{url} cannot be used",
+            why=str(error) or f"fsspec's driver of {urlsplit(url).scheme}:// does not do all of this",
+            remedy="name a registry that can be written",
+        ) from None
     except OSError as error:
         if is_full(error) and not remote:
             with naming_full_disk(Path(url)):

@@ -42,6 +42,13 @@ ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
 LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+# Registries answer 404 for a manifest of a type that is not accepted: images of others are accepted too.
+MANIFESTS = ", ".join(
+    (
+        MANIFEST, "application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.v2+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+    )
+)  # fmt: skip
 # Name of a repository, as the distribution specification defines it, and a tag.
 NAME = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
 TAG = r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}"
@@ -84,7 +91,8 @@ class OciRegistry(Registry):
                 f"{self.url} is not a registry of images", why=f"{answer.url} answers {answer.status_code}",
                 remedy="check its address",
             )  # fmt: skip
-        self._ask("GET", self._place("tags/list"), also=(404,))  # 404 where nothing was pushed yet
+        # Any tag will do: who may pull or push may read manifests, and not always list tags.
+        self._manifest("latest")
 
     def require_name(self, target: str) -> None:
         if not _is_tag(target):
@@ -160,7 +168,7 @@ class OciRegistry(Registry):
         return sorted(set(out))
 
     def index(self, target: str) -> Any:
-        answer = self._ask("GET", self._place(f"manifests/{target}"), headers={"Accept": MANIFEST}, also=(404,))
+        answer = self._manifest(target)
         if answer.status_code == 404:
             raise unknown_target(target, self)
         try:
@@ -177,6 +185,10 @@ class OciRegistry(Registry):
                 f"{target} at {self.url} is damaged", why="the digest of its index is another", remedy="push it again"
             )
         return parse_index(text, target, self)
+
+    def _manifest(self, tag: str) -> httpx.Response:
+        """The manifest of a tag, or an answer of status 404."""
+        return self._ask("GET", self._place(f"manifests/{tag}"), headers={"Accept": MANIFESTS}, also=(404,))
 
     def _place(self, rest: str) -> str:
         return f"{self._client.base}/v2/{self._name}/{rest}"
@@ -201,10 +213,11 @@ class OciRegistry(Registry):
             pass
         finally:
             answer.close()
-        remedy = "try again later, or ask those who run it"
+        why, remedy = why[:300], "try again later, or ask those who run it"
         if answer.status_code in (401, 403, 404):
+            why = self._client.with_failure(why)
             remedy = f"run `docker login {self._client.host}`, or check the name"
-        raise HostError(f"{self.url} refuses", why=why[:300], remedy=remedy)
+        raise HostError(f"{self.url} refuses", why=why, remedy=remedy)
 
 
 def _descriptor(media: str, blob: Blob) -> dict[str, Any]:

@@ -18,13 +18,16 @@ from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.bench.options import is_local
 from trtpipe.pipeline.net.http_limits import LimitedClient
-from trtpipe.pipeline.registry.docker_config import Credentials, credentials
+from trtpipe.pipeline.registry.docker_config import DOCKER_HUB_HOST, Credentials, credentials
 from trtpipe.pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
 from trtpipe.pipeline.registry.streams import WAITS
 
-# Methods that may be repeated where a connection breaks or a registry is busy.
+# Methods that may be repeated where a connection breaks.
 REPEATABLE = ("GET", "HEAD", "PUT")
-BUSY = (429, 500, 502, 503, 504)
+# Statuses after which a request is repeated: any failure of those methods; of others, what was not begun.
+BUSY = {"POST": (429, 503), "PATCH": (429,)} | dict.fromkeys(REPEATABLE, (429, 500, 502, 503, 504))
+# Most seconds that a busy registry may ask to wait before a request is repeated.
+MAX_RETRY_AFTER = 60.0
 DENIED = (401, 403)
 # Characters and length of a token in a header: Azure's have some 5 KB.
 TOKEN = r"[\x21-\x7e]{1,32768}"
@@ -45,7 +48,10 @@ class OciClient:
     def __init__(self, host: str, url: str) -> None:
         self.url = url
         self.host = host
-        self.base = f"{'http' if is_local(host) else 'https'}://{host}"
+        # Docker Hub's registry has a host of its own; docker.io leads to a web page.
+        self.base = f"{'http' if is_local(host) else 'https'}://{DOCKER_HUB_HOST if host == 'docker.io' else host}"
+        # Why a credential helper gave no credentials for it, once they were asked for.
+        self.failure = ""
         self._own = httpx.URL(self.base)
         self._http = LimitedClient(https=self._own.scheme == "https")
         weakref.finalize(self, self._http.close)
@@ -66,18 +72,19 @@ class OciClient:
         Raises httpx's exceptions, and HostError for a URL of another host or where no credentials help.
         """
         self.require_own(url)
-        waits = iter(WAITS if method in REPEATABLE else ())
+        waits = iter(WAITS)
         while True:
             wait = next(waits, None)
             try:
                 response = self._authorized(method, url, headers or {}, content, stream)
             except (httpx.NetworkError, httpx.RemoteProtocolError):
-                if wait is None:
+                if wait is None or method not in REPEATABLE:
                     raise
             else:
-                if response.status_code not in BUSY or wait is None:
+                if response.status_code not in BUSY.get(method, ()) or wait is None:
                     return response
                 response.close()
+                wait = max(wait, _retry_after(response))
             time.sleep(wait)
 
     def require_own(self, url: str) -> None:
@@ -117,6 +124,9 @@ class OciClient:
         kind, _, rest = challenge[:MAX_CHALLENGE].partition(" ")
         told = {key.lower(): value for key, value in re.findall(r'([A-Za-z]+)="([^"]*)"', rest)}
         known = credentials(self.host)
+        self.failure = "" if known is None else known.failure
+        if self.failure:
+            known = None  # the registry may give what is public
         if kind.lower() == "basic" and known is not None and known.basic:
             return f"Basic {known.basic}"
         if kind.lower() == "bearer" and told.get("realm"):
@@ -124,7 +134,7 @@ class OciClient:
         why, remedy = "it asks who you are", self._login()
         if kind.lower() == "basic" and known is not None:
             why, remedy = "it asks for a password, and Docker keeps an identity token", f"{remedy} with a password"
-        raise HostError(f"{self.url} does not let you", why=why, remedy=remedy)
+        raise HostError(f"{self.url} does not let you", why=self.with_failure(why), remedy=remedy)
 
     def _token(self, told: dict[str, str], known: Credentials | None) -> str:
         """A token from the server that the registry names, requested with the registry's credentials, if any."""
@@ -155,10 +165,21 @@ class OciClient:
             token = None
         if not isinstance(token, str) or not re.fullmatch(TOKEN, token):
             raise HostError(
-                f"{self.url} does not let you", why=f"{realm.host[:200]} gives no token ({response.status_code})",
+                f"{self.url} does not let you",
+                why=self.with_failure(f"{realm.host[:200]} gives no token ({response.status_code})"),
                 remedy=self._login(),
-            )  # fmt: skip
+            )
         return token
+
+    def with_failure(self, why: str) -> str:
+        """`why`, and why a credential helper gave no credentials, if it failed."""
+        return "; ".join(filter(None, (why, self.failure)))
 
     def _login(self) -> str:
         return f"run `docker login {self.host}`"
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that a busy registry asks to wait, within the limit; 0 where it does not say."""
+    told = response.headers.get("retry-after", "")
+    return min(float(told), MAX_RETRY_AFTER) if re.fullmatch("[0-9]{1,18}", told) else 0.0

@@ -168,8 +168,8 @@ def search(
     for name in registry.targets():
         try:
             index = read_index(name, registry)
-        except (InputDataError, ArtefactRefused):
-            continue  # another program's, or another version's
+        except (UsageError, InputDataError, ArtefactRefused):
+            continue  # another program's, or another version's, or removed meanwhile
         passport = passport_of(index)
         asked = (
             (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
@@ -199,12 +199,10 @@ def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ())
 
 def _keep_others(index: Index, registry: Registry) -> None:
     """Keep in the index the registry's artefacts of this very build that are not pushed now."""
-    if index["target"] not in registry.targets():
-        return
     try:
         before = read_index(index["target"], registry)
-    except (InputDataError, ArtefactRefused):
-        return  # the push replaces it
+    except (UsageError, InputDataError, ArtefactRefused):
+        return  # nothing is there, or the push replaces it
     ours = {one["name"]: one["digest"]["sha256"] for one in unwrapped(index["provenance"])["subject"]}
     others = {
         name: entry for name, entry in before["artefacts"].items()

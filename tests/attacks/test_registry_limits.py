@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Change, Images, Request, Talk, changing, drip, serving
+from tests.attacks.registry_servers import (
+    Answer,
+    Bucket,
+    Change,
+    Images,
+    Request,
+    Talk,
+    changing,
+    drip,
+    quiet,
+    serving,
+)
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.registry import oci, oci_client, streams
@@ -211,6 +222,28 @@ def test_a_registry_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert time.monotonic() - begun < 8
 
 
+@pytest.mark.parametrize(
+    ("method", "status", "told", "seconds"),
+    [
+        ("POST", 429, "7", [7.0]), ("POST", 503, "0", [0.01]), ("PATCH", 429, "999999999", [60.0]),
+        ("GET", 503, "Wed, 21 Oct 2015 07:28:00 GMT", [0.01]), ("HEAD", 500, "2", [2.0]),
+        ("POST", 500, "7", []), ("PATCH", 503, "7", []),
+    ],
+)  # fmt: skip
+def test_a_busy_registry_is_asked_again_when_it_says(
+    method: str, status: int, told: str, seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may have been begun of an upload is not repeated."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    answers = iter([Answer(status, {"Retry-After": told}), Answer(200)])
+    with serving(lambda request: [quiet(next(answers), request).wire()]) as address:
+        client = oci_client.OciClient(address, "")
+        answer = client.request(method, f"{client.base}/v2/x", content=b"abc" if method == "PATCH" else b"")
+    assert waited == seconds
+    assert answer.status_code == (200 if seconds else status)
+
+
 # Lists, manifests, indexes
 
 
@@ -316,7 +349,7 @@ def test_small_answers_without_an_end(place: str) -> None:
         serving(talking(lambda request: endless(request) if place in request.path else None)) as address,
         pytest.raises(HostError, match=r"its answer has more than 8,388,608 bytes|takes too long"),
     ):
-        opened(address).index("one")
+        opened(address).targets()
     assert sent[0] < 32 << 20
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.registry.docker_config import Credentials, credentials
+from trtpipe.pipeline.registry.oci_client import OciClient
 from trtpipe.pipeline.registry.sites import may_have_credentials
 
 
@@ -62,11 +63,15 @@ def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }  # fmt: skip
     helpers = {"asked.example": "works", "broken.example": "broken", "absent.example": "absent"}
     helpers["helped.example"] = "identity"
+    helpers |= {f"{name}.example": name for name in ("locked", "silent", "stderr")}
     file.write_text(json.dumps({"auths": auths, "credHelpers": helpers, "credsStore": "store"}))
     helper(tmp_path, "works", 'cat >"$0.asked"; echo \'{"Username": "ali", "Secret": "open sesame"}\'')
     helper(tmp_path, "identity", 'cat >/dev/null; echo \'{"Username": "<token>", "Secret": "eyJ.two"}\'')
     helper(tmp_path, "broken", "echo '[]'")
-    helper(tmp_path, "store", "cat >/dev/null; exit 1")
+    helper(tmp_path, "store", "echo 'credentials not found in native keychain'; exit 1")
+    helper(tmp_path, "locked", "printf 'the chain\\033 is locked\\nsecond line\\n'; exit 1")
+    helper(tmp_path, "silent", "exit 3")
+    helper(tmp_path, "stderr", "echo 'no such project' >&2; exit 1")
     assert [credentials(host) for host in ("one.example", "two.example", "three.example:5000", "three.example")] == [
         Credentials("b25l"), Credentials("dHdv"), Credentials("dGhyZWU="), None,
     ]  # fmt: skip
@@ -76,7 +81,18 @@ def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert credentials("azure.example") == Credentials(identity="eyJ.one")
     assert credentials("helped.example") == Credentials(identity="eyJ.two")
     assert (tmp_path / "docker-credential-works.asked").read_text() == "asked.example"
-    assert [credentials(host) for host in ("broken.example", "absent.example", "other.example")] == [None] * 3
+    assert credentials("other.example") is None
+    failing = ("broken", "absent", "locked", "silent", "stderr")
+    assert [credentials(f"{name}.example") for name in failing] == [
+        Credentials(failure=f"docker-credential-{why}")
+        for why in (
+            "broken gives no credentials: its answer has no `Username` and `Secret`",
+            "absent cannot be run: No such file or directory",
+            "locked gives no credentials: the chain is locked",
+            "silent gives no credentials: it exits with 3",
+            "stderr gives no credentials: no such project",
+        )
+    ]
     for text, why in (
         ("[", "is not JSON"),
         ("[]", "holds a list"),
@@ -92,3 +108,10 @@ def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.write_text('{"auths": {"one.example": {"auth": "a\\r\\nb"}}}')
     with pytest.raises(InputDataError, match="no base64"):
         credentials("one.example")
+
+
+def test_docker_io_is_docker_hubs_registry() -> None:
+    client = OciClient("docker.io", "oci://docker.io/team/models")
+    assert client.base == "https://registry-1.docker.io"
+    client.require_own("https://registry-1.docker.io/v2/team/models/blobs/uploads/1")
+    assert OciClient("docker.io.example", "").base == "https://docker.io.example"

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.attacks.registry_servers import Answer, Images, Request, changing, serving
 from tests.support import hub_server, nvidia_smi, registries
 from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
@@ -389,6 +390,42 @@ def test_looking_for_a_target(made: Store, registry: Callable[[], Registry]) -> 
     assert [len(transfer.search(registry(), dtype=word)) for word in ("bf16", "bfloat16", "fp8")] == [1, 1, 0]
 
 
+@pytest.mark.parametrize(
+    "media",
+    ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"],
+)
+def test_images_of_several_platforms_are_passed_over(made: Store, oci: str, media: str) -> None:
+    """The registry answers 404 for them to those that do not accept them."""
+    name = f"team/beside{len(media)}"
+    index = json.dumps({"schemaVersion": 2, "mediaType": media, "manifests": []})
+    for tag in ("latest", TARGET):
+        put = httpx.put(f"http://{oci}/v2/{name}/manifests/{tag}", content=index, headers={"Content-Type": media})
+        assert put.status_code == 201
+    there = open_registry(f"oci://{oci}/{name}")
+    assert there.index("latest") is None
+    assert transfer.search(there) == []
+    transfer.push(TARGET, there, made)
+    assert [found.target for found in transfer.search(there)] == [TARGET]
+    assert there.targets() == ["latest", TARGET]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_who_may_not_list_tags_pushes_and_pulls(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with serving(changing(Images(), lambda r: Answer(status) if "/tags/list" in r.path else None)) as address:
+        url = f"oci://{address}/team/models"
+        transfer.push(TARGET, open_registry(url), made)
+        transfer.push(TARGET, open_registry(url), made, ("checkpoint",))
+        store = elsewhere(tmp_path, monkeypatch)
+        pulled = transfer.pull(TARGET, open_registry(url), store)
+        assert pulled.artefacts == ("tokenizer", "engine")
+        with pytest.raises(UsageError, match=f"{url} has no target 'other'; check its name$"):
+            transfer.pull("other", open_registry(url), store)
+        with pytest.raises(HostError, match=rf"{url} refuses: {status} .*; run `docker login"):
+            transfer.search(open_registry(url))
+
+
 def test_a_target_that_is_not_there(made: Store, registry: Callable[[], Registry]) -> None:
     with pytest.raises(UsageError, match="has no target 'other'; push one with `trtpipe push`"):
         transfer.pull("other", registry(), made)
@@ -571,6 +608,11 @@ def test_a_folder_of_any_name(made: Store, tmp_path: Path, monkeypatch: pytest.M
     assert got.moved == 0
 
 
+def test_a_folder_by_the_url_of_this_host(tmp_path: Path) -> None:
+    assert open_registry(f"file://localhost{tmp_path}/shelf").url == f"{tmp_path}/shelf"
+    assert open_registry(f"file://{tmp_path}/shelf").url == f"{tmp_path}/shelf"
+
+
 def test_folders_of_the_user(in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `registry` of config.toml names them, which no shell has read."""
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
@@ -736,6 +778,7 @@ def test_a_pulled_target_is_pushed_on_with_the_provenance_that_came(
         ("oci://host/Team/models", UsageError, "oci://host/Team/models names no repository: its name is of small lett"),
         ("hf://alone", UsageError, "hf://alone names no repository"),
         ("x4://place", UsageError, "x4://place: Protocol not known: x4"),
+        ("memory://x", UsageError, "memory://x is lost when this program ends; give oci://, hf://, s3:// or a folder"),
         ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is not an address"),
         ("", UsageError, "'' is not an address"),
         ("reg.example/team/x", UsageError, "folder; give oci://reg.example/team/x, or ./reg.example/team/x for a fo"),
@@ -801,6 +844,39 @@ def test_an_identity_token_is_no_password(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
+def test_a_credential_helper_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the registry asks for credentials; what is public is read without them."""
+    program = tmp_path / "docker-credential-locked"
+    program.write_text("#!/bin/sh\necho 'the keychain is locked'; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"credsStore": "locked"}')
+    why = "docker-credential-locked gives no credentials: the keychain is locked"
+    with registries.oci(tmp_path, users="ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy") as address:
+        url = f"oci://{address}/team/models"
+        with pytest.raises(HostError) as error:
+            open_registry(url)
+        assert str(error.value) == f"{url} does not let you: it asks who you are; {why}; run `docker login {address}`"
+    with serving(lambda r: [Answer(200, {}, b'{"token": "public"}').wire()]) as tokens:
+        images, secret = Images(), [False]
+
+        def asking(request: Request) -> Answer | None:
+            if not secret[0] and request.headers.get("authorization") == "Bearer public":
+                return None
+            return Answer(401, {"WWW-Authenticate": f'Bearer realm="http://{tokens}/token"'})
+
+        with serving(changing(images, asking)) as address:
+            url = f"oci://{address}/team/models"
+            assert open_registry(url).targets() == []
+            secret[0] = True
+            with pytest.raises(HostError) as error:
+                open_registry(url)
+            assert str(error.value) == (
+                f"{url} refuses: 401 Said; {why}; run `docker login {address}`, or check the name"
+            )
+
+
 def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
     url = s3["AWS_ENDPOINT_URL"].replace("http://", "oci://") + "/team/models"
     with pytest.raises(HostError, match=f"{url} is not a registry of images: .* answers 4"):
@@ -819,6 +895,9 @@ def test_a_bucket_that_is_not_there_is_not_made(
 @pytest.mark.parametrize(
     ("url", "error", "line"),
     [
+        ("https://x.example/y", NotImplementedError(),
+         "https://x.example/y cannot be used: fsspec's driver of https:// does not do all of this; name a registry "
+         "that can be written"),
         ("/nas/x", OSError(30, "Read-only file system", "/nas/x/blobs"),
          "/nas/x cannot be reached or written: Read-only file system; check its permissions, or name another folder"),
         ("s3://b/x", ConnectionError("cannot connect to it"),
