@@ -25,6 +25,18 @@ class Defect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """What draws tokens in a release's LLM API, unless its arguments choose another sampler.
+
+    ignores  sampling options, as SamplingParams names them, that it accepts without an effect
+    instead  arguments of `LLM` that choose the sampler with all options, which does not draft; empty without one
+    """
+
+    ignores: tuple[str, ...] = ()
+    instead: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Toolchain:
     """Facts of a release; None for what is not known of it.
 
@@ -38,6 +50,7 @@ class Toolchain:
     formats   of the LLM API: algorithm of `QuantAlgo` -> SMs that run it; an algorithm that is absent runs nowhere
     cache_formats  of the LLM API: algorithm of `KvCacheQuantAlgo` -> SMs that run it
     architectures  model architectures that the LLM API runs, as far as this project reads them
+    sampler   of the LLM API
     """
 
     name: str
@@ -54,6 +67,7 @@ class Toolchain:
     formats: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cache_formats: dict[str, tuple[int, ...]] = field(default_factory=dict)
     architectures: tuple[str, ...] = ()
+    sampler: Sampler = field(default_factory=Sampler)
     defects: tuple[Defect, ...] = field(default=())
     source: str
 

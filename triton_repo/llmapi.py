@@ -19,6 +19,7 @@ from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.engines.hf.draft import place_draft
+from trtpipe.engines.toolchain import Sampler
 from trtpipe.triton_repo.llm_args import merged
 from trtpipe.triton_repo.serving import ServingConfig
 from trtpipe.triton_repo.tensors import ANY, Tensor
@@ -63,8 +64,13 @@ OUTPUTS = (
 )
 
 
-def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
-    """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt."""
+def place_llmapi(
+    engine: Engine, serving: ServingConfig, templates: Path, out: Path, sampler: Sampler
+) -> dict[str, Any]:
+    """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt.
+
+    The model has no inputs for what the release's `sampler` ignores, so that a request with such an option is refused.
+    """
     version = out / MODEL / "1"
     version.mkdir(parents=True, exist_ok=True)
     for source in sorted(engine.path.iterdir()):
@@ -77,7 +83,16 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
     alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
     for name, content in ((SETTINGS, settings), (FILE, alone)):
         (version / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
+    return {"decoupled": serving.decoupled, "inputs": heeded(settings, sampler), "outputs": OUTPUTS}
+
+
+def heeded(settings: dict[str, Any], sampler: Sampler) -> tuple[Tensor, ...]:
+    """The inputs that have an effect with these arguments of `LLM`."""
+    chosen = bool(sampler.instead) and all(settings.get(name) == value for name, value in sampler.instead.items())
+    if chosen and not settings.get("speculative_config"):
+        return INPUTS
+    ignored = {f"sampling_param_{name}" for name in sampler.ignores}
+    return tuple(tensor for tensor in INPUTS if tensor.name not in ignored)
 
 
 def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trtpipe.configs.facts import load_toolchains
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import EngineBackend, ServedBy
 from trtpipe.engines.build_config import LORA, BuildConfig
@@ -189,6 +190,7 @@ def _request_rows(inputs: list[Setting], backend: EngineBackend) -> Iterator[Row
     else:
         yield dataclasses.replace(base, why="inputs and outputs have the same names")
         there = {tensor.name for tensor in tensors.CLIENT_INPUTS}
+    ignored = {name for release in load_toolchains().values() for name in release.sampler.ignores}
     for one in inputs:
         row = Row(place=REQUESTS, setting=one.name, value=None, verdict=Verdict.LOST)
         name = _input(one.name, backend)
@@ -200,7 +202,10 @@ def _request_rows(inputs: list[Setting], backend: EngineBackend) -> Iterator[Row
         elif why:
             yield dataclasses.replace(row, why=why)
         elif name != one.name:
-            yield dataclasses.replace(row, verdict=Verdict.CHANGED, becomes=name, why="it is called so there")
+            why = "it is called so there"
+            if name.removeprefix("sampling_param_") in ignored:
+                why += "; the model of a release whose sampler ignores it has no such input"
+            yield dataclasses.replace(row, verdict=Verdict.CHANGED, becomes=name, why=why)
 
 
 def _input(name: str, backend: EngineBackend) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from trtpipe.configs.facts import find_toolchain
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.base import Engine
@@ -65,7 +66,7 @@ def render(
         _place_adapters(adapters, out / ADAPTER_FOLDER)
     if load_backend(passport.runtime).SERVED_BY is ServedBy.LLM_API:
         repository = ModelRepository(path=out, models=(llmapi.MODEL,))
-        values = place_llmapi(engine, serving, TEMPLATES, out)
+        values = place_llmapi(engine, serving, TEMPLATES, out, find_toolchain(passport.toolchain).sampler)
         _write_config("llmapi", values, out / llmapi.MODEL)
         check_configs(out, repository.models)
         return repository

@@ -37,6 +37,10 @@ class EngineModel:
         """Whether it is a model of the LLM API, which names its inputs after SamplingParams and has no batches."""
         return "sampling_param_max_tokens" in self.inputs
 
+    def takes(self, option: str) -> bool:
+        """Whether a sampling option has an effect: the model of an LLM API has no input for one that it ignores."""
+        return not self.llm_api or f"sampling_param_{option}" in self.inputs
+
 
 @dataclass(frozen=True)
 class EngineRequest:
@@ -72,6 +76,21 @@ def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
         raise wrong(f"'{param}': {why}", param, "unsupported_parameter")
 
 
+def require_sampling(model: EngineModel, sampling: SamplingParams, ends: Sequence[int]) -> None:
+    """Raises Failure, naming the field, for a sampling option of a client that would have no effect and should have."""
+    asked = {
+        "repetition_penalty": sampling.repetition_penalty not in (None, 1),
+        "presence_penalty": bool(sampling.presence_penalty),
+        "frequency_penalty": bool(sampling.frequency_penalty),
+        "min_tokens": bool(sampling.min_tokens and ends),
+        "seed": sampling.seed is not None and sampling.top_k != 1,  # a greedy answer is the same without one
+    }
+    for name, given in asked.items():
+        if given and not model.takes(name):
+            why = "the sampler of this model's runtime ignores it"
+            raise wrong(f"'{name}': {why}", name, "unsupported_parameter")
+
+
 def require_bias(model: EngineModel) -> None:
     """Raises Failure for a model without an input for biases of logits."""
     if "embedding_bias" not in model.inputs:
@@ -102,7 +121,7 @@ def engine_request(
 ) -> EngineRequest:
     """The bytes that `Generation.begin` sends.
 
-    sampling  its seed is always sent; of the others, None leaves the value to the engine
+    sampling  its seed is always sent where the model takes one; of the others, None leaves the value to the engine
     ends      token ids that end the answer; none makes it go on to `max_tokens`
     bias      added to the logits, one number for each token of the vocabulary
     guide     form that the answer must have
@@ -175,7 +194,7 @@ def _llm_api(
         _flag(model, "streaming", model.decoupled),
         _scalar(model, "sampling_param_max_tokens", "INT32", max_tokens),
         _scalar(model, "sampling_param_end_id", "INT32", ends[0] if ends else -1),
-        *_sampling(model, sampling, prefix="sampling_param_"),
+        *(tensor for tensor in _sampling(model, sampling, prefix="sampling_param_") if tensor.name in model.inputs),
     ]
     if ends[1:]:
         ids = array("i", ends[1:])

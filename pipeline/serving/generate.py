@@ -206,7 +206,8 @@ def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int,
         item.set_data_from_numpy(np.array(values, dtype=dtype).reshape(shape))
         return item
 
-    family = LLMAPI if {one.name for one in config.input} >= set(LLMAPI.inputs) else TEXT
+    names = {one.name for one in config.input}
+    family = LLMAPI if names >= set(LLMAPI.inputs) else TEXT
     text, length, streamed = family.inputs
     inputs = [
         tensor(text, "BYTES", prompt.encode("utf-8")),
@@ -216,8 +217,16 @@ def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int,
     if sampling.seed is not None:
         values["seed"] = sampling.seed % 2**64
     for name, value in values.items():
-        if value is not None:
-            inputs.append(tensor(length if name == "max_tokens" else family.sampling[name][0], _TYPES[name], value))
+        if value is None:
+            continue
+        taken = length if name == "max_tokens" else family.sampling[name][0]
+        if family is LLMAPI and taken not in names:
+            raise UsageError(
+                f"the model has no input for --{name.replace('_', '-')}",
+                why="the sampler of its TensorRT-LLM release ignores it",
+                remedy="leave it out",
+            )
+        inputs.append(tensor(taken, _TYPES[name], value))
     if words:
         inputs.append(tensor(family.sampling["stop"][0], "BYTES", *(word.encode("utf-8") for word in words)))
     return inputs

@@ -81,7 +81,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         model = hf_folder(work / "tiny", dtype="BF16", max_position_embeddings=8192, eos_token_id=1)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         chosen = {"model": str(model), "gpu": "h100", "dtype": "bf16", "runtime": "trtllm_pytorch", "build": SIZES}
-        chosen["serving"] = {"max_queue_size": 2}
+        # The default sampler of this release ignores penalties and seeds.
+        chosen["serving"] = {"max_queue_size": 2, "llm_args": {"sampler_type": "TRTLLMSampler"}}
         chosen["lora"] = {"back": str(write_adapter(work / "adapter", model))}
         spec = resolve([("option", chosen)])
         execute(spec, Store(work / "home"), Recorder())

@@ -30,7 +30,7 @@ ARGUMENTS = {
     "max_input_len": int, "max_seq_len": int, "max_num_tokens": int, "max_beam_width": int, "kv_cache_config": dict,
     "enable_chunked_prefill": bool, "scheduler_config": dict, "enable_iter_perf_stats": bool, "cuda_graph_config": dict,
     "disable_overlap_scheduler": bool, "stream_interval": int, "guided_decoding_backend": str, "enable_lora": bool,
-    "lora_config": dict,
+    "lora_config": dict, "sampler_type": str,
 }  # fmt: skip
 CACHE = {
     "dtype": str, "tokens_per_block": int, "free_gpu_memory_fraction": float, "enable_block_reuse": bool,

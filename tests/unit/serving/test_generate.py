@@ -138,6 +138,12 @@ def test_a_model_of_the_llm_api_gets_its_own_inputs(monkeypatch: pytest.MonkeyPa
         "sampling_param_stop": ("BYTES", [2], [b"x", b"yz"]),
     }
     assert set(Client.sent) <= set(names)
+    # The release's sampler ignores what the model has no input for.
+    left = [name for name in names if name not in ("sampling_param_seed", "sampling_param_repetition_penalty")]
+    monkeypatch.setattr(Client, "config", config(*left, max_batch_size=0))
+    for asked, flag in ((SamplingParams(seed=7), "--seed"), (sampling, "--repetition-penalty")):
+        with pytest.raises(UsageError, match=f"the model has no input for {flag}"):
+            list(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,10 @@ def test_requests_of_clients(nvidia: Path) -> None:
     assert renamed["max_tokens"] == "sampling_param_max_tokens"
     assert renamed["stop_words"] == "sampling_param_stop"
     assert renamed["stream"] == "streaming"
+    assert "no such input" not in found["requests", "max_tokens"].why
+    assert found["requests", "presence_penalty"].why == (
+        "it is called so there; the model of a release whose sampler ignores it has no such input"
+    )
     assert found["requests", "bad_words"].verdict is LOST
     found = table(nvidia, "vllm")
     assert found["requests", "model"].verdict is CARRIED

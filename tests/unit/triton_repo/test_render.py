@@ -17,6 +17,7 @@ from tests.support.golden import check_golden
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.triton_repo.check import RepositoryError, check_configs
+from trtpipe.triton_repo.llmapi import INPUTS
 from trtpipe.triton_repo.render import ModelRepository, render
 from trtpipe.triton_repo.serving import ServingConfig
 
@@ -196,6 +197,38 @@ def test_a_model_without_a_version_is_named(engine: Engine, tokenizer: Path, out
     (out / "ensemble" / "1").rename(out / "ensemble" / "01")
     with pytest.raises(RepositoryError, match="has no version folder"):
         check_configs(out, MODELS)
+
+
+PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
+
+
+@pytest.mark.parametrize(
+    ("release", "llm_args", "drafts", "missing"),
+    [
+        ("1.3.0rc29", {}, False, []),
+        ("1.2.1", {}, False, [*PENALTIES, "seed"]),
+        ("1.2.1", {"sampler_type": "TorchSampler"}, False, [*PENALTIES, "seed"]),
+        ("1.2.1", {"sampler_type": "TRTLLMSampler"}, False, []),
+        ("1.2.1", {"sampler_type": "TRTLLMSampler"}, True, [*PENALTIES, "seed"]),
+        ("1.1.0", {}, False, [*PENALTIES, "seed"]),
+        ("1.0.0", {}, False, ["frequency_penalty", "min_tokens", "presence_penalty", "repetition_penalty", "seed"]),
+        ("1.0.0", {"enable_trtllm_sampler": True}, False, []),
+    ],
+)
+def test_the_llm_api_has_no_input_for_what_its_sampler_ignores(
+    tmp_path: Path, tokenizer: Path, out: Path, release: str, llm_args: dict[str, Any], drafts: bool, missing: list[str]
+) -> None:
+    folder = tmp_path / "hf-engine"
+    folder.mkdir()
+    args = {"max_batch_size": 8, "kv_cache_config": {}}
+    more = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}} if drafts else {}
+    (folder / "llm_args.yaml").write_text(yaml.safe_dump({**args, **more}))
+    write_passport(folder, runtime="trtllm_pytorch", gpu="h100", sm=90, sms=(90,), toolchain=release)
+    render(Engine(path=folder), tokenizer, ServingConfig(llm_args=llm_args), out)
+    text = (out / "tensorrt_llm" / "config.pbtxt").read_text()
+    asked = {tensor.name for tensor in INPUTS}
+    written = {line.split('"')[1] for line in text.splitlines() if line.strip().startswith("name:")}
+    assert sorted(asked - written) == [f"sampling_param_{name}" for name in missing]
 
 
 def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) -> None:
