@@ -352,7 +352,7 @@ def test_sampling_options_that_the_llm_api_ignores_are_refused_by_name(folder: P
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         for name, value in (*((name, 0.5) for name in ignored[1:4]), ("seed", 7), ("min_tokens", 1)):
-            answer = await client.post(CHAT, json=chat(**{name: value}))
+            answer = await client.post(CHAT, json=chat("Hello", **{name: value}))
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
             assert error["message"] == f"'{name}': the sampler of this model's runtime ignores it"
@@ -361,7 +361,7 @@ def test_sampling_options_that_the_llm_api_ignores_are_refused_by_name(folder: P
         neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_tokens": 0}
         endless = {"min_tokens": 1, "ignore_eos": True, "max_tokens": 1}
         for fields in (neutral, {"seed": 7, "temperature": 0}, endless):
-            answer = await client.post(CHAT, json=chat(**fields))
+            answer = await client.post(CHAT, json=chat("Hello", **fields))
             assert answer.status_code == 200, answer.text
             assert not {f"sampling_param_{name}" for name in ignored} & triton.asked[-1].raw.keys()
         # The penalty that the model recommends is not there either: the likeliest token of a greedy answer is known.
