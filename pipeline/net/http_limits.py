@@ -40,6 +40,12 @@ class AnswerRefused(httpx.TransportError):
     """A response that violates a limit. Repeating the request does not help."""
 
 
+def certificate_remedy(error: BaseException) -> str | None:
+    """What helps where httpx does not trust a server's certificate; None for any other error."""
+    untrusted = isinstance(error, httpx.HTTPError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
+    return "SSL_CERT_FILE names the certificates that are trusted" if untrusted else None
+
+
 class LimitedClient(httpx.Client):
     """httpx client that raises errors for responses that are too slow, too large, or redirect elsewhere.
 

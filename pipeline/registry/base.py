@@ -131,10 +131,12 @@ def translated(url: str) -> Iterator[None]:
         why = error.strerror or _words(error)
         raise HostError(f"{url} cannot be reached or written", why=why, remedy=remedy) from None
     except Exception as error:
+        from trtpipe.pipeline.net.http_limits import certificate_remedy  # here: it loads httpx
+
         raise HostError(
             f"{url} cannot be used",
             why=_words(error.__cause__ if isinstance(error.__cause__, Exception) else error),
-            remedy="check its address and your credentials",
+            remedy=certificate_remedy(error) or "check its address and your credentials",
         ) from None
 
 

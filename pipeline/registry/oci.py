@@ -20,7 +20,7 @@ import httpx
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, kind_of
 from trtpipe.engines.json_input import parse_json
-from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES
+from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES, certificate_remedy
 from trtpipe.pipeline.net.proxies import with_proxy
 from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
@@ -81,10 +81,13 @@ class OciRegistry(Registry):
         try:
             answer = self._client.probe()
         except httpx.HTTPError as error:
+            why, check = str(error) or type(error).__name__, "check its address"
+            if "WRONG_VERSION_NUMBER" in why:
+                check = f"it does not speak https, and plain http is for this machine alone; {check}"
             raise HostError(
                 f"{self.url} cannot be reached",
-                why=str(error) or type(error).__name__,
-                remedy=with_proxy("check its address", self._client.base),
+                why=why,
+                remedy=certificate_remedy(error) or with_proxy(check, self._client.base),
             ) from None
         if answer.status_code not in (200, 401, 403):
             raise HostError(

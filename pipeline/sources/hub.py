@@ -219,6 +219,8 @@ def _explained(repo_id: str, revision: str, *, again: str = AGAIN) -> Iterator[N
     import httpx
     from huggingface_hub import constants, errors, get_token
 
+    from trtpipe.pipeline.net.http_limits import certificate_remedy
+
     where = f"{repo_id}@{revision}"
     try:
         yield
@@ -234,10 +236,11 @@ def _explained(repo_id: str, revision: str, *, again: str = AGAIN) -> Iterator[N
     except errors.RevisionNotFoundError:
         raise UsageError(f"{repo_id} has no revision {revision}", remedy="pass a branch, tag or commit") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        cause = error.__cause__ or error
         raise HostError(
             f"{where} is not in the local Hugging Face cache and the hub cannot be asked",
-            why="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error),
-            remedy="download it while online, or pass a local folder as --model",
+            why="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(cause),
+            remedy=certificate_remedy(cause) or "download it while online, or pass a local folder as --model",
         ) from None
     except errors.HFValidationError as error:
         raise UsageError(f"'{repo_id}' is not a repository id", why=str(error)) from None
@@ -247,7 +250,9 @@ def _explained(repo_id: str, revision: str, *, again: str = AGAIN) -> Iterator[N
         if (isinstance(error, OSError) and error.errno is not None) or FULL.search(str(error)):
             raise  # an error of the disk, not of the hub
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-        remedy = with_proxy("check the connection and HF_ENDPOINT", constants.ENDPOINT) + (again and f"; {again}")
+        remedy = certificate_remedy(error) or (
+            with_proxy("check the connection and HF_ENDPOINT", constants.ENDPOINT) + (again and f"; {again}")
+        )
         raise HostError(
             f"the hub did not deliver {where}",
             why=_first_line(error),

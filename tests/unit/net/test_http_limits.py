@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 import ssl
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
+import huggingface_hub
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.attacks.registry_servers import Answer, Request, drip, serving
+from tests.support.hub_server import Hub
+from tests.unit.sources.test_hub import use
+from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.net.http_limits import AnswerRefused, LimitedClient, patience
+from trtpipe.pipeline.registry import oci_client
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.sources import hub
 
 pytestmark = pytest.mark.loopback
 
@@ -65,6 +74,48 @@ def test_https_does_not_lead_to_http(tls: ssl.SSLContext) -> None:
             with pytest.raises(AnswerRefused):
                 client.get(f"http://{plain}/")
     assert asked == []
+
+
+def test_a_certificate_of_a_companys_own_is_told_how_to_be_trusted(
+    tls: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    monkeypatch.setattr(oci_client, "is_local", lambda host: False)
+    with serving(lambda request: [Answer().wire()], tls=tls) as address:
+        use(Hub(url=f"https://{address}"), tmp_path / "hf", monkeypatch)
+        tries = (
+            lambda: open_registry(f"oci://{address}/team/models"),
+            lambda: open_registry("hf://team/models").targets(),
+            lambda: hub.resolve_commit("acme/tiny", "main"),
+            lambda: hub.fetch_config("acme/tiny", "0" * 40),
+        )
+        for one in tries:
+            with pytest.raises(HostError, match="CERTIFICATE_VERIFY_FAILED") as error:
+                one()
+            assert error.value.remedy == "SSL_CERT_FILE names the certificates that are trusted"
+    huggingface_hub.close_session()
+
+
+def test_a_registry_of_another_machine_without_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci_client, "is_local", lambda host: False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(1 << 16)
+            sock.sendall(Answer(400).wire())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(HostError, match="WRONG_VERSION_NUMBER") as error:
+            open_registry(f"oci://127.0.0.1:{listener.getsockname()[1]}/team/models")
+        thread.join()
+    assert error.value.remedy == (
+        "it does not speak https, and plain http is for this machine alone; check its address"
+    )
 
 
 def test_another_host_is_not_told_who_asks() -> None:
