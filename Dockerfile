@@ -8,7 +8,8 @@
 ARG BASE=python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS runtime
-RUN useradd --uid 1000 --create-home trtpipe && mkdir /data && chown trtpipe /data
+# Ubuntu's and Triton's images have a user of this number.
+RUN useradd --non-unique --uid 1000 --create-home trtpipe && mkdir /data && chown 1000 /data
 ENV PATH=/opt/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 WORKDIR /data
 # By number, so that Kubernetes sees that it is not root.

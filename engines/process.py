@@ -215,9 +215,11 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=GRACE_SECONDS)
-        os.killpg(child.pid, signal.SIGKILL)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=GRACE_SECONDS)
+        finally:  # also at a second Ctrl-C
+            os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 

@@ -86,7 +86,9 @@ def execute(
         except hardware.GpuAbsent:
             later = [stage for stage in later if stage in stages[: stages.index(on_target)]]
     if perform is None:
-        for stage in stages:  # a file that it reads and that is not there need not wait for the stages before it
+        # A file that a stage reads, or a library that it needs, and that is not there, need not wait for the stages
+        # before it.
+        for stage in stages:
             try:
                 stage.sources(stage.settings(spec), store.digests)
             except (InputDataError, UsageError) as error:
@@ -98,6 +100,8 @@ def execute(
                     why=f"{error.what}: {error.why}",
                     remedy="pull or import it whole, or build it where its model is",
                 ) from None
+            if stage in later:
+                stage.tools(stage.settings(spec))
         perform = partial(
             satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust, later=later
         )

@@ -81,10 +81,11 @@ class _Output(io.TextIOWrapper):
 
             # What is left must not fail once more as the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self is sys.stderr:
+                return
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(READER_LEFT) from None
-            if self is not sys.stderr:
-                raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
+            raise HostError("standard output cannot be written", why=error.strerror or str(error)) from None
 
 
 def prepare() -> None:

@@ -113,9 +113,11 @@ def monitoring(
     from trtpipe.triton_repo.layout import model_names
 
     name, repository, _ = repositories.find_repository(target)
-    serving = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    # What `metrics` names has nothing to do with a server here.
+    running = [] if metrics else servers.running(own_store())
+    serving = [one for one in running if name in {served.name for served in one.served}]
     found = [one for one in serving if not one.native]
-    if serving and not found and not metrics:
+    if serving and not found:
         raise UsageError(
             f"{name} is served by its runtime's own server",
             why="that publishes none of Triton's metrics, which the dashboard and the alerts are about",
@@ -123,7 +125,9 @@ def monitoring(
         )
     # With several targets in a server, each has its name before those of its models.
     loaded = [served.model(model) for one in found for served in one.served for model in model_names(served.repository)]
-    addresses = [one.gateway_url for one in found if one.gateway_url] if found else GATEWAYS
+    if gateways is None and metrics:
+        console.note("no gateway is scraped; name those beside these servers by --gateways")
+    addresses = [one.gateway_url for one in found if one.gateway_url] if found else () if metrics else GATEWAYS
     write_monitoring(
         loaded if found else model_names(repository), out,
         targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,

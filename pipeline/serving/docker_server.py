@@ -6,6 +6,7 @@ server's, and it writes the container's output, so that its parent sees no diffe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -37,8 +38,12 @@ def main() -> None:
         network=True,
         grace=spec["grace"],
     )
+    def write(line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs lines of the log, not the server
+            print(line, flush=True)
+
     try:
-        DockerExecutor(spec["image"], shm_size=spec["shm_size"]).run(task, lambda line: print(line, flush=True))
+        DockerExecutor(spec["image"], shm_size=spec["shm_size"]).run(task, write)
     except KeyboardInterrupt:
         sys.exit(0)
     except TrtpipeError as error:

@@ -31,6 +31,8 @@ STOP_SECONDS = 30.0
 # Of these, what requests in flight have to end.
 DRAIN_S = 15
 PROGRAM = "tritonserver"
+# Module of the process that stands for a server in Docker, and its time limit to remove the container by force.
+STAND_IN, REMOVE_SECONDS = "trtpipe.pipeline.serving.docker_server", 10.0
 
 
 def start_local(
@@ -96,7 +98,7 @@ def spawn_in_docker(
         "grace": STOP_SECONDS - 5,
     }
     return spawn(
-        [*python_command("trtpipe.pipeline.serving.docker_server", outlives=True), json.dumps(spec)], {}, folder, log
+        [*python_command(STAND_IN, outlives=True), json.dumps(spec)], {}, folder, log
     )
 
 
@@ -122,6 +124,8 @@ def end(pid: int, program: str = PROGRAM) -> bool:
     try:
         return terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
     finally:
+        if STAND_IN.encode() in words_of(pid):  # it alone removes its container, by force when it is asked once more
+            terminate(pid, lambda pid: alive(pid, program), REMOVE_SECONDS)
         # A stub or an engine process that outlived its server is still in the server's process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -179,5 +183,5 @@ def alive(pid: int, program: str = PROGRAM) -> bool:
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
     words = words_of(pid) or [b""]
-    own = {program.encode(), b"trtpipe.pipeline.serving.docker_server"}
+    own = {program.encode(), STAND_IN.encode()}
     return not own.isdisjoint([words[0].rpartition(b"/")[2], *words])

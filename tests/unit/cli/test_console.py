@@ -341,3 +341,28 @@ def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: by
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
     assert done.stdout == rb"\xb1\u2026" + b"\n"
+
+
+@pytest.mark.process
+def test_a_reader_of_standard_error_that_leaves_ends_nothing() -> None:
+    """As after Ctrl-C under `2>&1 | tee`: what is measured is yet to be written."""
+    program = """
+from trtpipe.pipeline.cli import console
+console.prepare()
+input()
+console.note("ending")
+print("report", flush=True)
+console.note("ended")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        process.stderr = None
+        out, _ = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, out) == (0, "report\n")

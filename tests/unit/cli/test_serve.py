@@ -375,6 +375,9 @@ def test_monitoring_scrapes_the_server_that_runs(
     assert (told["folder"], "prometheus.yml" in told["files"]) == ("monitoring", True)
     assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
     assert scraped("--metrics", "x:1", "--gateways", "") == [["x:1"]]
+    servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
+    assert scraped("--metrics", "x:1") == [["x:1"]]  # the gateway here is of the server here
+    assert "name those beside these servers by --gateways" in run("monitoring", "a", "--metrics", "x:1").err
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
 
@@ -412,7 +415,7 @@ def test_monitoring_misses_what_the_server_was_to_load_and_no_gateway_that_there
         "a is served by its runtime's own server: that publishes none of Triton's metrics, which the dashboard and the "
         "alerts are about; serve it with --front triton, or name other servers by --metrics"
     )
-    assert written("--metrics", "x:8002") == (["trtpipe", "trtpipe-gateway"], ["tensorrt_llm"])
+    assert written("--metrics", "x:8002") == (["trtpipe"], ["tensorrt_llm"])
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,22 @@ def test_a_server_is_asked_to_end_and_then_killed(stubborn: bool, monkeypatch: p
 
 
 @pytest.mark.process
+def test_the_stand_in_of_a_container_is_asked_once_more_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tritonserver, "STOP_SECONDS", 0.3)
+    remove = f"echo removed > {tmp_path}/container; exit 0"
+    script = f"trap 'trap \"{remove}\" TERM' TERM; echo up; while :; do sleep 0.05; done"
+    command = ["sh", "-c", script, tritonserver.STAND_IN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert not end(process.pid)
+        process.wait()
+    assert (tmp_path / "container").read_text() == "removed\n"
+
+
+@pytest.mark.process
 def test_a_second_ctrl_c_kills_a_server_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "tritonserver"
     program.symlink_to(sys.executable)
