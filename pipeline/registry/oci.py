@@ -107,7 +107,8 @@ class OciRegistry(Registry):
 
     def has(self, blob: Blob) -> bool:
         answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
-        return answer.status_code != 404
+        size = str(blob.size)
+        return answer.status_code != 404 and answer.headers.get("Content-Length", size) == size
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         Upload(self._ask, self._place("blobs/uploads/"), blob, path, default_home()).upload(moved)

@@ -1,7 +1,8 @@
-"""Upload of a file to a registry of images, chunk by chunk; an interrupted upload continues where it was.
+"""Upload of a file to a registry of images, in one request as Docker sends it: many registries refuse chunks.
 
-The registry gives the address of the next chunk. That address is kept in `home`/uploads until the upload is complete.
-A registry keeps an incomplete upload for some days: a later push asks how much of it there is.
+The registry gives the address where the upload goes on. That address is kept in `home`/uploads until the upload is
+complete. A registry may keep an interrupted upload for some days: this push, or a later one, asks how much of it there
+is and sends the rest; where nothing is there the file begins again.
 """
 
 from __future__ import annotations
@@ -9,23 +10,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.net.http_limits import patience
 from trtpipe.pipeline.registry.base import Blob, Moved
 from trtpipe.pipeline.registry.oci_client import joined
+from trtpipe.pipeline.registry.streams import WAITS
 from trtpipe.pipeline.store.folders import write_whole
 
-CHUNK = 32 << 20
-# Bytes of a chunk that are held in memory.
+# Bytes of a file that are held in memory.
 PIECE = 1 << 18
 # Bytes per second that a registry may copy and hash once it has the whole file.
 VERIFIED_PER_SECOND = 10_000_000
 # Interruptions without a byte of progress before the push gives up.
 TRIES = 3
+# Statuses with which registries refuse the rest of a file: ghcr.io takes at most 4 MiB of it, and Google's nothing.
+NO_RANGE = (400, 404, 405, 413, 416, 501)
 # Like OciRegistry's `_ask`: (method, URL, **request's fields); HostError for a refusal, except the statuses `also`.
 Ask = Callable[..., Any]
 
@@ -38,78 +44,121 @@ class Upload:
         self._begin = begin
         self._blob = blob
         self._path = path
-        self._kept = home / "uploads" / hashlib.sha256(f"{begin} {blob.sha256}".encode()).hexdigest()
+        name = hashlib.sha256(f"{begin} {blob.sha256}".encode()).hexdigest()
+        self._kept = home / "uploads" / name
+        self._lock = home / "locks" / f"upload-{name}.lock"
+        self._keeps = False
         self._place = begin
+        self._position = 0
 
     def upload(self, moved: Moved) -> None:
-        """`moved` is also called for bytes that are there already. Raises HostError."""
-        done = self._goes_on()
-        if done is None:
-            self._follow(self._ask("POST", self._begin))
-            done = 0
-        moved(done)
-        tries = furthest = 0
-        while done < self._blob.size:
-            chunk = _Part(self._path, done, min(CHUNK, self._blob.size - done))
-            headers = {
-                "Content-Range": f"{done}-{done + chunk.size - 1}", "Content-Type": "application/octet-stream",
-                "Content-Length": str(chunk.size),
-            }  # fmt: skip
+        """Upload the file. `moved` is also called for bytes that are there already, and with a negative number for
+        bytes that are to be sent again. Raises HostError.
+
+        While another push from this home uploads the same file, this upload is one of its own, whose address is not
+        kept.
+        """
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._lock)
+        with contextlib.suppress(TimeoutError):
+            lock.acquire(timeout=0)
+        self._keeps = lock.is_locked
+        try:
+            self._upload(moved)
+            if self._keeps:
+                self._kept.unlink(missing_ok=True)
+        finally:
+            lock.release()
+
+    def _upload(self, moved: Moved) -> None:
+        size = self._blob.size
+        done = furthest = self._goes_on()
+        tries = 0
+        while True:
+            self._count(done, moved)
+            whole = done == 0
+            if whole:
+                self._place = self._begin
+                self._follow(self._ask("POST", self._begin))
             try:
-                self._follow(self._ask("PATCH", self._place, content=chunk, headers=headers))
+                taken = done == size or self._send(done, moved)
             except HostError:
-                tries += 1
-                there = self._there() if tries < TRIES else None
-                if there is None:
+                time.sleep(WAITS[tries])  # until the registry, too, sees that the connection has ended
+                there = self._there()
+                tries = 0 if there > furthest else tries + 1
+                if tries == TRIES:
                     raise
-                moved(there - done)
-                done = there
+                done, furthest = there, max(furthest, there)
                 continue
-            done += chunk.size
-            moved(chunk.size)
-            if done > furthest:
-                tries, furthest = 0, done
+            try:
+                if taken:
+                    self._finish()
+                    return
+            except HostError:  # the digest is another, where a registry does not join what several requests brought
+                if whole:
+                    raise
+            done, furthest = 0, size
+
+    def _send(self, start: int, moved: Moved) -> bool:
+        """Send the file from the byte `start` on. False where the registry takes no upload that goes on."""
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(self._blob.size - start)}
+        if start:
+            headers["Content-Range"] = f"{start}-{self._blob.size - 1}"
+        rest = _Rest(self._path, start, self._blob.size, lambda position: self._count(position, moved))
+        with patience(self._blob.size / VERIFIED_PER_SECOND):
+            answer = self._ask("PATCH", self._place, content=rest, headers=headers, also=NO_RANGE if start else ())
+        if answer.status_code in NO_RANGE:
+            return False
+        self._follow(answer)
+        return True
+
+    def _finish(self) -> None:
         mark = "&" if "?" in self._place else "?"
         with patience(self._blob.size / VERIFIED_PER_SECOND):
             self._ask("PUT", f"{self._place}{mark}digest=sha256:{self._blob.sha256}")
-        self._kept.unlink(missing_ok=True)
 
-    def _goes_on(self) -> int | None:
-        """Bytes that an earlier push has uploaded; None where there was none, or the registry has forgotten it."""
-        with contextlib.suppress(OSError, UnicodeDecodeError, HostError):
-            self._place = self._kept.read_text(encoding="utf-8")
-            return self._there()
-        self._place = self._begin
-        return None
+    def _goes_on(self) -> int:
+        """Bytes that an earlier push has uploaded; 0 where there was none, or the registry has forgotten it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if self._keeps:
+                self._place = self._kept.read_text(encoding="utf-8")
+                return self._there()
+        return 0
 
-    def _there(self) -> int | None:
-        """Bytes of the file that the registry has; None where it does not say."""
-        answer = self._ask("GET", self._place, also=(404,))
-        told = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "0-0"))
-        if answer.status_code == 404 or told is None:
-            return None
-        last = int(told[1])
-        self._follow(answer)
-        if last >= self._blob.size:
-            return None
-        return last + 1 if last else 0  # 0-0 means no bytes
+    def _there(self) -> int:
+        """Bytes of the file that the registry has kept; 0 where it does not say."""
+        with contextlib.suppress(HostError):
+            answer = self._ask("GET", self._place)
+            told = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "0-0"))
+            last = 0 if told is None else int(told[1])  # 0-0 means no bytes
+            if 0 < last < self._blob.size:
+                self._follow(answer)
+                return last + 1
+        return 0
 
     def _follow(self, answer: Any) -> None:
         self._place = joined(self._place, answer.headers.get("Location", self._place))
-        self._kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._kept, self._place)
+        if self._keeps:
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._kept, self._place)
+
+    def _count(self, position: int, moved: Moved) -> None:
+        moved(position - self._position)
+        self._position = position
 
 
-class _Part(Iterable[bytes]):
-    """Bytes [start, start + size) of a file, which can be iterated again."""
+class _Rest(Iterable[bytes]):
+    """Bytes [start, stop) of a file, which can be iterated again. `at` is called with each position that is reached."""
 
-    def __init__(self, path: Path, start: int, size: int) -> None:
-        self._path, self._start, self.size = path, start, size
+    def __init__(self, path: Path, start: int, stop: int, at: Callable[[int], None]) -> None:
+        self._path, self._start, self._stop, self._at = path, start, stop, at
 
     def __iter__(self) -> Iterator[bytes]:
         with self._path.open("rb") as file:
             file.seek(self._start)
-            left = self.size
-            while piece := file.read(min(PIECE, left)):
-                left -= len(piece)
+            position = self._start
+            while piece := file.read(min(PIECE, self._stop - position)):
+                self._at(position)
                 yield piece
+                position += len(piece)
+            self._at(position)

@@ -204,10 +204,8 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(s3, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(s3, "ATTEMPTS", 1)
-    for module in (streams, oci_client):
+    for module in (streams, oci_client, oci_upload):
         monkeypatch.setattr(module, "WAITS", (0.0, 0.0, 0.0))
-    # So that a small target goes in several chunks.
-    monkeypatch.setattr(oci_upload, "CHUNK", 20_000)
     for module in (parts, s3):
         monkeypatch.setattr(module, "PART", 1 << 30)
     import huggingface_hub.file_download as downloads

@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -493,51 +493,136 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
     assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["another push", "the same push"])
-def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
-    oci: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
-) -> None:
-    """A line that breaks once costs a chunk; one that stays broken is for the next push."""
-    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
-    chunk = 1 << 20
-    monkeypatch.setattr(oci_upload, "CHUNK", chunk)
-    data = random.Random(lost).randbytes(3 * chunk + 1000)
-    (tmp_path / "file").write_bytes(data)
-    blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
-    sent: list[str] = []
-    broken = [lost or 100]
+DATA = random.Random(1).randbytes(1_000_000)
+BLOB = Blob(hashlib.sha256(DATA).hexdigest(), 1_000_000)
 
-    def opened() -> Any:
-        registry: Any = open_registry(f"oci://{oci}/team/uploads{lost}")
-        ask = registry._client.request
 
-        def breaking(method: str, url: str, **rest: Any) -> Any:
-            if method == "PATCH":
-                place = rest["headers"]["Content-Range"]
-                if place.startswith(f"{2 * chunk}-") and broken[0]:
-                    broken[0] -= 1
-                    raise httpx.ReadError("the line is cut")
-                sent.append(place)
-            return ask(method, url, **rest)
+def upload(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *cuts: int) -> list[int]:
+    """Put DATA to a registry of images over a line that breaks after so many bytes of the first, second, ... PATCH.
+    Returns what `moved` is called with."""
+    monkeypatch.setenv("TRTPIPE_HOME", str(folder / "home"))
+    monkeypatch.setattr(oci_upload, "WAITS", (0.2, 0.2, 0.2))
+    (folder / "file").write_bytes(DATA)
+    registry: Any = open_registry(f"oci://{address}/team/sent")
+    request, left = registry._client.request, list(cuts)
 
-        registry._client.request = breaking
-        return registry
+    def cut(content: Iterable[bytes], count: int) -> Iterator[bytes]:
+        for piece in content:
+            yield piece[:count]
+            count -= len(piece)
+            if count <= 0:
+                raise httpx.ReadError("the line is cut")
 
+    def breaking(method: str, url: str, **rest: Any) -> Any:
+        if method == "PATCH" and left:
+            rest["content"] = cut(rest["content"], left.pop(0))
+        return request(method, url, **rest)
+
+    registry._client.request = breaking
     moved: list[int] = []
-    if not lost:
-        with pytest.raises(HostError, match="the line is cut"):
-            opened().put(blob, tmp_path / "file", lambda nbytes: None)
-        assert len(sent) == 2
-        broken[0] = 0
-    there = opened()
-    assert not there.has(blob)
-    there.put(blob, tmp_path / "file", moved.append)
-    assert sent == [f"{n * chunk}-{min(len(data), (n + 1) * chunk) - 1}" for n in range(4)]
-    assert sum(moved) == len(data)
-    assert there.has(blob)
-    assert b"".join(there.read(blob)) == data
-    assert b"".join(there.read(blob, 70_000)) == data[70_000:]
-    assert not list((tmp_path / "home" / "uploads").iterdir())
+    registry.put(BLOB, folder / "file", moved.append)
+    assert sum(moved) == 1_000_000
+    assert registry.has(BLOB)
+    assert b"".join(registry.read(BLOB)) == DATA
+    assert b"".join(registry.read(BLOB, 70_000)) == DATA[70_000:]
+    assert not list((folder / "home" / "uploads").iterdir())
+    return moved
+
+
+def patches(asked: list[Request]) -> list[tuple[str | None, str]]:
+    """(Content-Range, Content-Length) of what was sent of a file."""
+    return [
+        (request.headers.get("content-range"), request.headers["content-length"])
+        for request in asked
+        if request.method == "PATCH"
+    ]
+
+
+def test_an_upload_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ghcr.io refuses chunks of more than 4 MiB, and Google's registry all: what has a Content-Range."""
+    asked: list[Request] = []
+    with serving(changing(Images(), lambda request: None), asked) as address:
+        moved = upload(address, tmp_path, monkeypatch)
+    assert patches(asked) == [(None, "1000000")]
+    assert len(moved) > 2, "progress is told while the request lasts"
+    assert min(moved) >= 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same push", "another push"])
+def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    asked: list[Request] = []
+    with serving(changing(Images(), lambda request: None), asked) as address:
+        if again:
+            with pytest.raises(HostError, match="the line is cut"):
+                upload(address, tmp_path, monkeypatch, 400_000, 0, 0, 0)
+            asked.clear()
+            upload(address, tmp_path, monkeypatch)
+        else:
+            upload(address, tmp_path, monkeypatch, 400_000)
+    rest = ("400000-999999", "600000")
+    assert patches(asked) == ([rest] if again else [(None, "1000000"), rest])
+
+
+def test_an_upload_begins_again_where_the_registry_keeps_nothing(
+    oci: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As registry:2, which drops what a broken request has brought."""
+    upload(oci, tmp_path, monkeypatch, 700_000, 300_000)
+
+
+class LastPart(Images):
+    """Keeps the last request's part of a file alone."""
+
+    def _upload(self, place: str, name: str, request: Request) -> Answer:
+        if "content-range" in request.headers:
+            self._uploads[name] = b""
+        return super()._upload(place, name, request)
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["refuses the rest", "keeps the rest alone"])
+def test_an_upload_begins_again_where_the_registry_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    asked: list[Request] = []
+
+    def refusing(request: Request) -> Answer | None:
+        return Answer(416) if joins and "content-range" in request.headers else None
+
+    with serving(changing(Images() if joins else LastPart(), refusing), asked) as address:
+        upload(address, tmp_path, monkeypatch, 400_000)
+    assert patches(asked) == [(None, "1000000"), ("400000-999999", "600000"), (None, "1000000")]
+
+
+def test_two_pushes_of_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has an upload of its own, and the first one's address is kept."""
+    asked: list[Request] = []
+    kept: list[list[str]] = []
+    uploads = tmp_path / "home" / "uploads"
+
+    def other(request: Request) -> Answer | None:
+        if request.method == "PATCH" and request.path.endswith("/0"):
+            kept.append([path.read_text() for path in uploads.iterdir()])
+            there.put(BLOB, tmp_path / "file", lambda nbytes: None)
+            kept.append([path.read_text() for path in uploads.iterdir()])
+        return None
+
+    with serving(changing(Images(), other), asked) as address:
+        there = open_registry(f"oci://{address}/team/sent")
+        upload(address, tmp_path, monkeypatch)
+    assert patches(asked) == [(None, "1000000")] * 2
+    assert kept == [[f"http://{address}/v2/team/sent/blobs/uploads/0"]] * 2
+    assert [request.path for request in asked if request.method == "POST"] == ["/v2/team/sent/blobs/uploads/"] * 2
+
+
+def test_a_file_of_another_size_is_not_there(tmp_path: Path) -> None:
+    base = Images()
+    base.blobs = {BLOB.sha256: DATA[:1000], "0" * 64: DATA}
+    with serving(changing(base, lambda request: None)) as address:
+        registry = open_registry(f"oci://{address}/team/sent")
+        assert not registry.has(BLOB)
+        assert registry.has(Blob("0" * 64, 1_000_000))
 
 
 def test_a_name_that_cannot_be_a_tag_is_refused_before_anything_is_sent(
