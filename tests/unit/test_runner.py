@@ -484,3 +484,15 @@ def test_two_builds_at_once_make_each_artefact_once(model: Path, store: Store, t
     assert sorted(running) == sorted(NAMES)
     for name in NAMES:
         assert len(list((store.home / "artefacts" / name).iterdir())) == 1
+
+
+def test_a_library_that_a_stage_needs_is_looked_for_before_the_download(
+    store: Store, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> None:
+        raise HostError("nvidia-modelopt is not installed")
+
+    monkeypatch.setattr("trtpipe.engines.quantize.job.require_modelopt", absent)
+    with pytest.raises(HostError, match="nvidia-modelopt is not installed"):
+        execute(plan(model, gpu="h100", dtype="fp8"), store, Recorder())
+    assert list(store.artefacts()) == []
