@@ -38,6 +38,7 @@ def main() -> None:
         network=True,
         grace=spec["grace"],
     )
+
     def write(line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs lines of the log, not the server
             print(line, flush=True)

@@ -97,9 +97,7 @@ def spawn_in_docker(
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return spawn(
-        [*python_command(STAND_IN, outlives=True), json.dumps(spec)], {}, folder, log
-    )
+    return spawn([*python_command(STAND_IN, outlives=True), json.dumps(spec)], {}, folder, log)
 
 
 def spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
