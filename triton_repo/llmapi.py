@@ -89,6 +89,10 @@ def place_llmapi(
 def heeded(settings: dict[str, Any], sampler: Sampler) -> tuple[Tensor, ...]:
     """The inputs that have an effect with these arguments of `LLM`."""
     chosen = bool(sampler.instead) and all(settings.get(name) == value for name, value in sampler.instead.items())
+    # The LLM API chooses the other sampler itself for beams.
+    beams = "sampler_type" in sampler.instead and settings.get("max_beam_width", 1) > 1
+    if beams and settings.get("sampler_type", "auto") == "auto":
+        chosen = True
     if chosen and not settings.get("speculative_config"):
         return INPUTS
     ignored = {f"sampling_param_{name}" for name in sampler.ignores}

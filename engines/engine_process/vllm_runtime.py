@@ -237,6 +237,8 @@ class Runtime:
         stops = self._ends(request)
         if min_tokens:  # vLLM draws none of these before
             stops += [word[0] for word in request.stop_words if len(word) == 1]
+            # It takes them for columns of the logits.
+            stops = [token for token in stops if 0 <= token < self._vocab_size]
         return SamplingParams(
             max_tokens=request.max_tokens,
             temperature=0.0 if greedy or asked.top_k == 1 else 1.0 if asked.temperature is None else asked.temperature,

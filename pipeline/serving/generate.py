@@ -216,11 +216,14 @@ def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int,
     values = with_top_p(_values(sampling, max_tokens))
     if sampling.seed is not None:
         values["seed"] = sampling.seed % 2**64
+    greedy = values.get("top_k") == 1 or (values.get("top_k") is None and values.get("top_p") is None)
     for name, value in values.items():
         if value is None:
             continue
         taken = length if name == "max_tokens" else family.sampling[name][0]
         if family is LLMAPI and taken not in names:
+            if (name, value) == ("repetition_penalty", 1) or (name == "seed" and greedy):
+                continue  # without effect anyway
             raise UsageError(
                 f"the model has no input for --{name.replace('_', '-')}",
                 why="the sampler of its TensorRT-LLM release ignores it",

@@ -141,9 +141,11 @@ def test_a_model_of_the_llm_api_gets_its_own_inputs(monkeypatch: pytest.MonkeyPa
     # The release's sampler ignores what the model has no input for.
     left = [name for name in names if name not in ("sampling_param_seed", "sampling_param_repetition_penalty")]
     monkeypatch.setattr(Client, "config", config(*left, max_batch_size=0))
-    for asked, flag in ((SamplingParams(seed=7), "--seed"), (sampling, "--repetition-penalty")):
+    for asked, flag in ((SamplingParams(seed=7, temperature=0.5), "--seed"), (sampling, "--repetition-penalty")):
         with pytest.raises(UsageError, match=f"the model has no input for {flag}"):
             list(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8))
+    for asked in (SamplingParams(repetition_penalty=1.0), SamplingParams(seed=7), SamplingParams(seed=7, top_k=1)):
+        assert "".join(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8)) == "one two"
 
 
 @pytest.mark.parametrize(

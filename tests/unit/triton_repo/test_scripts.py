@@ -344,9 +344,13 @@ def test_a_chosen_token_without_a_log_probability_is_told_as_that(llm_api: Any) 
     names = ("output_ids", "output_log_probs")
     given = [Tensor("input_ids", np.array([1, 2])), Tensor("return_log_probs", np.array([True]))]
     request = InferenceRequest(given, requested_output_names=names)
+    aborted: list[Any] = []
 
     class Answer:
         """Of the token 7, where only that of 5, the likeliest, is listed."""
+
+        def abort(self) -> None:
+            aborted.append(self)
 
         def __aiter__(self) -> Any:
             return self._parts()
@@ -364,6 +368,7 @@ def test_a_chosen_token_without_a_log_probability_is_told_as_that(llm_api: Any) 
     error = request.sent[0].error()
     assert error is not None
     assert error.message() == "this release of TensorRT-LLM gave no log-probability of a token that it chose"
+    assert len(aborted) == 1
 
 
 def test_the_llm_api_answers_one_prompt_a_request_and_refuses_several(llm_api: Any) -> None:

@@ -180,7 +180,7 @@ class TritonPythonModel:
                     sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if finished else 0)
             if not finished:
                 sender.send(flags=FINAL)
-        except asyncio.CancelledError:
+        except BaseException:
             answer.abort()
             raise
         finally:

@@ -90,9 +90,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_vllm_draws_no_end_token_before_min_tokens(runtime: Any) -> None:
-    asked = request(end_id=2, stop_words=((5,), (6, 7), (8,)))
+    asked = request(end_id=2, stop_words=((1,), (6, 7), (3,), (8,)))  # of four tokens
     made = runtime._sampling(replace(asked, sampling=SamplingParams(min_tokens=3)))
-    assert (made["min_tokens"], made["stop_token_ids"]) == (3, [2, 5, 8])
+    assert (made["min_tokens"], made["stop_token_ids"]) == (3, [2, 1, 3])
     # A guide may allow the end alone.
     made = runtime._sampling(replace(asked, sampling=SamplingParams(min_tokens=3), guide=Guide("json")))
     assert (made["min_tokens"], made["stop_token_ids"]) == (0, [2, 9])
