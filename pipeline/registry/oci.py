@@ -82,7 +82,7 @@ class OciRegistry(Registry):
             answer = self._client.probe()
         except httpx.HTTPError as error:
             why, check = str(error) or type(error).__name__, "check its address"
-            if "WRONG_VERSION_NUMBER" in why:
+            if "WRONG_VERSION_NUMBER" in why or "record layer failure" in why:  # before and from OpenSSL 3.2
                 check = f"it does not speak https, and plain http is for this machine alone; {check}"
             raise HostError(
                 f"{self.url} cannot be reached",
