@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,10 @@ def test_it_may_have_been_ended_before_and_another_of_its_name_goes_on(target: s
     with trtpipe.serve(target, front="native", engine_python=python):
         (found,) = serve.stop(store, None)
         other = subprocess.Popen(["sleep", "600"])
-        remember(store, replace(found, pid=other.pid, native="sleep"))
+        started = replace(found, pid=other.pid, native="sleep")
+        while not started.alive:  # /proc has no command line of it at first
+            time.sleep(0.01)
+        remember(store, started)
     assert [(one.name, one.pid, one.died) for one in recorded(store)] == [(target, other.pid, None)]
     serve.stop(store, None)
     other.wait(10)
