@@ -26,7 +26,7 @@ class Defect:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """What draws tokens in a release's LLM API, unless its arguments choose another sampler.
+    """Default sampler of a release's LLM API: which options it ignores, and the arguments that choose another.
 
     ignores  sampling options, as SamplingParams names them, that it accepts without an effect
     instead  arguments of `LLM` that choose the sampler with all options, which does not draft; empty without one

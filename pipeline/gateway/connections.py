@@ -322,7 +322,7 @@ class Connection(HttpToolsProtocol):
             self._hold(len(piece))
 
     def _offers_upgrade(self) -> bool:
-        """Whether the request, whose head has arrived, offers another protocol; a CONNECT does not offer but ask."""
+        """Whether the request, whose head has arrived, offers to upgrade to another protocol; False for CONNECT."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _head_without_offer(self) -> bytes:

@@ -41,7 +41,7 @@ class AnswerRefused(httpx.TransportError):
 
 
 def certificate_remedy(error: BaseException) -> str | None:
-    """What helps where httpx does not trust a server's certificate; None for any other error."""
+    """The remedy for a certificate that httpx does not trust; None for any other error."""
     untrusted = isinstance(error, httpx.HTTPError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
     return "SSL_CERT_FILE names the certificates that are trusted" if untrusted else None
 

@@ -30,7 +30,7 @@ PIECE = 1 << 18
 VERIFIED_PER_SECOND = 10_000_000
 # Interruptions without a byte of progress before the push gives up.
 TRIES = 3
-# Statuses with which registries refuse the rest of a file: ghcr.io takes at most 4 MiB of it, and Google's nothing.
+# Statuses with which registries refuse the rest of a file: GitHub's takes at most 4 MiB of it, and Google's nothing.
 NO_RANGE = (400, 404, 405, 413, 416, 501)
 # Like OciRegistry's `_ask`: (method, URL, **request's fields); HostError for a refusal, except the statuses `also`.
 Ask = Callable[..., Any]

@@ -539,7 +539,7 @@ def patches(asked: list[Request]) -> list[tuple[str | None, str]]:
 
 
 def test_an_upload_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ghcr.io refuses chunks of more than 4 MiB, and Google's registry all: what has a Content-Range."""
+    """GitHub's registry refuses chunks of more than 4 MiB, and Google's registry all: what has a Content-Range."""
     asked: list[Request] = []
     with serving(changing(Images(), lambda request: None), asked) as address:
         moved = upload(address, tmp_path, monkeypatch)
