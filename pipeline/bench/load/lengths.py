@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -185,7 +186,8 @@ class Empirical(Distribution):
     @cached_property
     def rows(self) -> Ints:
         """Rows as an array of shape [rows, 1 or 2]. Raises InputDataError."""
-        rows = [self._row(where, line) for where, line in numbered(self.file, "lengths")]
+        with closing(numbered(self.file, "lengths")) as lines:
+            rows = [self._row(where, line) for where, line in lines]
         if not rows:
             raise InputDataError(f"lengths {self.file} holds no line")
         if len({len(row) for row in rows}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from trtpipe.engines.json_input import bounded_lines, parse_json
 MOST_LINES = 1_000_000
 
 
-def numbered(file: Path, what: str) -> Iterator[tuple[str, str]]:
-    """(file:number, line) of every line that is not blank. Raises InputDataError."""
+def numbered(file: Path, what: str) -> Generator[tuple[str, str], None, None]:
+    """(file:number, line) of every line that is not blank. Raises InputDataError.
+
+    The file stays open until the generator ends or is closed.
+    """
     try:
         for count, (number, line) in enumerate(bounded_lines(file), 1):
             if count > MOST_LINES:

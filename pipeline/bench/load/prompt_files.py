@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -78,23 +79,18 @@ def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeErr
 
 def read_prompts(file: Path) -> list[Entry]:
     """The requests of a prompt file, in its order. Raises InputDataError naming the line."""
-    lines = numbered(file, "prompt file")
-    if file.suffix == ".jsonl":
-        entries = [_entry(read_object(where, line), where) for where, line in lines]
-    else:
-        entries = [Entry(prompt=line) for _, line in lines]
+    with closing(numbered(file, "prompt file")) as lines:
+        if file.suffix == ".jsonl":
+            entries = [_entry(read_object(where, line), where) for where, line in lines]
+        else:
+            entries = [Entry(prompt=line) for _, line in lines]
     return _some(entries, file, "prompt")
 
 
 def read_conversations(file: Path) -> list[Entry]:
     """The first question and answer of each conversation of a ShareGPT file; conversations without one are left out."""
-    items: Iterator[tuple[str, Any]]
-    if _is_list(file):
-        items = ((f"{file}: entry {number}", item) for number, item in enumerate(_list(file), 1))
-    else:
-        items = ((where, read_object(where, line)) for where, line in numbered(file, "conversations"))
     entries = []
-    for where, item in items:
+    for where, item in _items(file):
         turns = item.get("conversations") if isinstance(item, dict) else None
         if not isinstance(turns, list):
             raise InputDataError(f"{where} has no list of conversations", remedy="give a file in ShareGPT's form")
@@ -102,6 +98,16 @@ def read_conversations(file: Path) -> list[Entry]:
         if pair is not None:
             entries.append(Entry(prompt=pair[0], answer=pair[1]))
     return _some(entries, file, "question with an answer")
+
+
+def _items(file: Path) -> Iterator[tuple[str, Any]]:
+    """(name in error messages, value) of each conversation of a file. Raises InputDataError."""
+    if _is_list(file):
+        for number, item in enumerate(_list(file), 1):
+            yield f"{file}: entry {number}", item
+    else:
+        for where, line in numbered(file, "conversations"):
+            yield where, read_object(where, line)
 
 
 def _is_list(file: Path) -> bool:

@@ -7,6 +7,7 @@ with the same ids share that many blocks of prefix. Other keys are ignored, sinc
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +37,8 @@ def read_trace(file: Path, max_total_tokens: int | None = None) -> tuple[TracedR
 
     Cached, because the times and the prompts of one load are read from the same file. Raises InputDataError.
     """
-    found = [_request(where, read_object(where, line)) for where, line in numbered(file, "trace")]
+    with closing(numbered(file, "trace")) as lines:
+        found = [_request(where, read_object(where, line)) for where, line in lines]
     kept = [
         request
         for request in found

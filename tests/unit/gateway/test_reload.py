@@ -24,6 +24,7 @@ from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.gateway.options import ServedModel
 
 pytestmark = [
+    pytest.mark.real,
     pytest.mark.process,
     pytest.mark.loopback,
     # The gateway outlives the command that starts it.
