@@ -52,10 +52,11 @@ TOGETHER = (
     ),
     ("tests/unit/engines/reference/",),
 )  # fmt: skip
-# What takes minutes begins first, and of the files that wait for the build of SmolLM2 one alone.
+# What takes long begins first, and of the files that wait for the build of SmolLM2 one alone.
 FIRST = (
     *TOGETHER[0], *TOGETHER[-1], *TOGETHER[-2], "tests/e2e/test_engine.py", "tests/unit/cluster/", *TOGETHER[1],
     "tests/e2e/test_vllm.py", "tests/e2e/", "tests/unit/bench/workers/test_ray.py", "tests/attacks/",
+    "tests/unit/registry/test_transfer.py",
 )  # fmt: skip
 
 
