@@ -1,6 +1,6 @@
 """The guard: a unit test can reach neither the network nor another process. Markers lift it where that is the point.
 
-real      real servers and the real model; fixtures in tests/e2e/conftest.py
+real      real servers, commands as a user starts them, and the real model; fixtures in tests/e2e/conftest.py
 loopback  a small server of the test's own on 127.0.0.1
 process   a child process of the test's own
 """

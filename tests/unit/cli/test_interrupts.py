@@ -20,7 +20,7 @@ from tests.support.factories import hf_folder
 from trtpipe.engines.process import python_command
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.real, pytest.mark.process]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from trtpipe.pipeline.gateway.supervisor import Gateway
 from trtpipe.pipeline.serving import openai_client
 
 # A gateway makes prompts in processes of its own.
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.real, pytest.mark.process]
 
 
 @pytest.mark.loopback

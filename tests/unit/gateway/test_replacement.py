@@ -20,7 +20,7 @@ from tests.support.gateways import CHAT, Triton, chat, events, run, saying, spok
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.supervisor import Gateway
 
-pytestmark = [pytest.mark.process, pytest.mark.loopback]
+pytestmark = [pytest.mark.real, pytest.mark.process, pytest.mark.loopback]
 
 TEXT = "a text of some length"
 SECONDS = 250

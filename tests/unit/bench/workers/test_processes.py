@@ -29,7 +29,7 @@ from trtpipe.pipeline.bench.results.report import BenchReport
 from trtpipe.pipeline.bench.run import run
 from trtpipe.pipeline.bench.workers.share import Share
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process]
+pytestmark = [pytest.mark.real, pytest.mark.loopback, pytest.mark.process]
 
 
 def options(known: MockServerProcess, tokenizer: Path, *loads: Load, workers: int = 2, **fields: Any) -> BenchOptions:
