@@ -97,10 +97,10 @@ def reload(
       trtpipe reload llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console, console_progress, console_serve
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving.reload import reload_models
 
     with console_progress.working("reload", announce=False):
-        renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+        renewed, loaded = reload_models(own_store(), server, target, allow_model_code=allow_model_code)
     if as_json:
         console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
         return

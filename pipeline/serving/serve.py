@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.traces import traces_url
-from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.serving import (
     adapters,
     engine_python,
     http_streams,
     model_control,
+    model_links,
     native,
     ports,
     server_log,
@@ -44,7 +42,6 @@ from trtpipe.pipeline.serving.launch_options import (
     check_alone,
     check_container_options,
     exposure,
-    gateway_models,
     gateway_options,
     server_image,
 )
@@ -55,7 +52,6 @@ from trtpipe.pipeline.serving.repositories import (
     called,
     check_passport,
     choose_server,
-    find_repository,
     imports,
     require_alike,
     served_by,
@@ -63,22 +59,18 @@ from trtpipe.pipeline.serving.repositories import (
 from trtpipe.pipeline.serving.servers import (
     Served,
     Server,
-    as_recorded,
     end_watcher,
-    find_running,
     forget,
     none_running,
     recorded,
-    reloading,
     remember,
     running,
     starting,
 )
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
-from trtpipe.triton_repo.combine import link_models
 from trtpipe.triton_repo.launch import ENGINE_MODEL
-from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 # Shows the stage of a server's start, and a detail of it that changes.
 Show = Callable[[str, str], None]
@@ -147,7 +139,7 @@ def _launch(
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
-    models = lay_out_models(served, folder)
+    models = model_links.lay_out(served, folder)
     if len(targets) > 1:
         _check_together(models, passport, note)
     warning = http_streams.warning(passports, http_streams.capacity())
@@ -197,11 +189,11 @@ def _launch(
 
 
 def _with_gateway(server: Server, options: GatewayOptions) -> Server:
-    pid, url = gateway_process.start(options, _gateway_log(server))
+    pid, url = gateway_process.start(options, gateway_log(server))
     return replace(server, gateway_pid=pid, gateway_url=url, keyed=bool(access.read_keys(options.api_keys_file)))
 
 
-def _gateway_log(server: Server) -> Path:
+def gateway_log(server: Server) -> Path:
     return server.log.with_suffix(".gateway.log")
 
 
@@ -288,186 +280,6 @@ def end(server: Server) -> None:
             gateway_process.end(server.gateway_pid)
     finally:
         tritonserver.end(server.pid, server.program)
-
-
-def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
-    """Make `folder`/models, links to every model: the served path stays the same when its content changes."""
-    models, linked = folder / "models", folder / "linked"
-    models.mkdir(parents=True, exist_ok=True)
-    linked.mkdir(exist_ok=True)
-    stale = list(linked.iterdir())
-    _link(_models_of(served, folder), folder)
-    for left in stale:
-        shutil.rmtree(left)
-    return models
-
-
-def _models_of(served: Sequence[Served], folder: Path) -> dict[str, Path]:
-    """New folders of the models in `folder`/linked, by name, with the adapters that were added to the models that are
-    served now. Raises ArtefactRefused for one that a new engine does not take."""
-    out: dict[str, Path] = {}
-    for one in served:
-        out |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=folder / "linked")))
-    for one in served:
-        adapters.keep_added(folder / "models" / one.model(ENGINE_MODEL), out[one.model(ENGINE_MODEL)], folder)
-    return out
-
-
-def _link(wanted: Mapping[str, Path], folder: Path) -> None:
-    """Let `folder`/models hold links to these folders by these names, and nothing else."""
-    models = folder / "models"
-    for link in models.iterdir():
-        if link.name not in wanted:
-            link.unlink()
-    for name, path in wanted.items():
-        partial = folder / f".{name}.{os.getpid()}"
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(path)
-        partial.replace(models / name)
-
-
-def reload(
-    store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
-) -> tuple[Server, list[Served]]:
-    """Load the current repositories of a running server's targets, model by model, without ending it; with `target`
-    that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
-    loaded.
-
-    Raises HostError while another command reloads that server, InputDataError for a repository that would not load,
-    ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not load: the
-    server then keeps what it has, and so it does at a Ctrl-C.
-    """
-    with reloading(store, find_running(store, name).name):
-        return _reload(store, find_running(store, name), target, allow_model_code=allow_model_code)
-
-
-def _reload(store: Store, server: Server, target: str | None, *, allow_model_code: bool) -> tuple[Server, list[Served]]:
-    if server.native:
-        raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
-    if target is None:
-        fresh = {one.name: find_repository(_source(one)) for one in server.served}
-    else:
-        known = [_source(one) for one in server.served if one.name == target and find_run(target) is None]
-        found = find_repository(known[0] if known else target)
-        # A server's only target may be replaced by a target of another name.
-        fresh = {server.find(found.name if len(server.served) > 1 else None).name: found}
-    for one in server.served:
-        if one.name in fresh:
-            compatibility.require_trusted(one.name, fresh[one.name].folder, store, allow_code=allow_model_code)
-            _require_same_kind(one, fresh[one.name].folder)
-            place = called(fresh[one.name].name, fresh[one.name].folder)
-            faults = check_repository(fresh[one.name].folder)
-            require_sound(place, faults, remedy=f"run `trtpipe check {place}` for all")
-    served = tuple(
-        replace(one, repository=now.folder, source=now.source, imported=imports(now))
-        if (now := fresh.get(one.name)) else one
-        for one in server.served
-    )  # fmt: skip
-    loaded = [one for one in served if one.name in fresh]
-    folder = store.home / "servers" / server.name
-    stale = list((folder / "linked").iterdir())
-    _load_instead(store, server, served, loaded, folder)
-    renewed = replace(as_recorded(store, server), served=served)
-    remember(store, renewed)
-    for left in stale:
-        shutil.rmtree(left)
-    return renewed, loaded
-
-
-def _load_instead(
-    store: Store, server: Server, served: tuple[Served, ...], loaded: Sequence[Served], folder: Path
-) -> None:
-    """Load the models of `loaded`, part of `served`, into a running server, and let its gateway serve them. Raises
-    StageFailed, or the gateway's error; the server is as before then, and after an interrupt too, unless the error says
-    that it did not take back its models, or that it has ended."""
-    renewed = replace(server, served=served)
-    gateway: int | None = None
-    models = _gateway_models(renewed, folder)
-    before = {link.name: link.readlink() for link in (folder / "models").iterdir()}
-    wanted = _models_of(served, folder)
-    begin = server_log.size(server.log)
-    changed: list[str] = []
-    try:
-        _link(wanted, folder)
-        for one in loaded:
-            names = [one.model(name) for name in model_names(one.repository)]
-            changed += names  # at once: the load of an ensemble loads its parts
-            model_control.load_models(server.endpoints, names, server.log)
-            smoke(renewed, one)
-        for name in sorted(before.keys() - wanted):
-            changed.append(name)
-            model_control.unload_model(server.endpoints, name, server.log)
-        now = as_recorded(store, server)  # the watchdog may have started the gateway again
-        if now.gateway_pid is not None and gateway_process.alive(now.gateway_pid):
-            gateway = now.gateway_pid
-            gateway_process.reload(gateway, models, _gateway_log(server))
-    except BaseException as error:
-        _link(before, folder)
-        outcomes = server_log.loads(server.log, begin)
-        if not server.alive:
-            raise StageFailed(
-                f"tritonserver of {server.name} ended while it loaded other models", why=str(error),
-                remedy=f"its log is {server.log}; `trtpipe ps` says whether it is started again",
-            ) from error  # fmt: skip
-        # What failed goes on as it was, and there may be no room for a second copy of it.
-        kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}
-        lost = _take_back(server, {name: before[name] for name in changed if name in before and name not in kept})
-        if gateway is not None and not isinstance(error, TrtpipeError):  # it may take the new models yet
-            gateway_process.reload(gateway, _gateway_models(server, folder), _gateway_log(server))
-        # An ensemble that does not fit the model that stayed fails before that model's own load is asked for.
-        causes = [
-            StageFailed(f"{name} does not load", why=reason, remedy=f"the server's log is {server.log}")
-            for name, reason in outcomes.items()
-            if reason and isinstance(error, StageFailed)
-        ]
-        cause = causes[0] if causes else error
-        if lost:
-            raise StageFailed(
-                f"{server.name} did not take back its models", why="; ".join([str(cause), *lost]),
-                remedy="stop it, and serve it again",
-            ) from error  # fmt: skip
-        raise cause from None
-
-
-def _take_back(server: Server, models: Mapping[str, Path]) -> list[str]:
-    """Load the models of these folders again, which links lead to. Returns what did not succeed."""
-    failures: dict[str, str] = {}
-    for folder in models.values():
-        for version in folder.glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                os.utime(version)  # Triton loads only what is newer than what it has
-    left = list(models)
-    for _ in range(2):  # an ensemble that does not fit one of its parts loads once that part has been loaded
-        failures = {}
-        for name in left:
-            try:
-                model_control.load_models(server.endpoints, [name], server.log)
-            except StageFailed as failure:
-                failures[name] = str(failure)
-        left = list(failures)
-    return list(failures.values())
-
-
-def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:
-    passports = [read_passport(one.repository / ENGINE_FOLDER) for one in server.served]
-    return gateway_models(server.served, passports, folder / "models")
-
-
-def _source(served: Served) -> str:
-    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is; its
-    name where the record is of an earlier version."""
-    return served.name if served.source is None else str(served.source)
-
-
-def _require_same_kind(served: Served, repository: Path) -> None:
-    passport = check_passport(served.name, repository)
-    before = read_passport(served.repository / ENGINE_FOLDER)
-    if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
-        raise ArtefactRefused(
-            f"{served.name} runs {before.runtime} with {before.world_size} rank(s)",
-            why=f"the new engine is for {passport.runtime} with {passport.world_size}",
-            remedy="stop the server and serve the new one",
-        )
 
 
 def smoke(server: Server, served: Served) -> None:

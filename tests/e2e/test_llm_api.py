@@ -30,7 +30,7 @@ from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
+from trtpipe.pipeline.serving import model_control, model_links, ports, triton_package, tritonserver
 from trtpipe.pipeline.serving.generate import stream
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.store.store import Store
@@ -90,7 +90,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     finally:
         os.chdir(before)
     served = Served(name="tiny", repository=repository)
-    models = serve.lay_out_models([served], work / "served")
+    models = model_links.lay_out([served], work / "served")
     # Beside the script, and not in the repository.
     install_llm_api((models / "tensorrt_llm" / "1").resolve())
     installation, backends = triton_package.find_installation(), work / "backends"
