@@ -148,8 +148,7 @@ def run_worker(
     Raises what `run` raises, the TrtpipeError that the worker reported, or HostError without torch, with which every
     worker computes.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise HostError(f"{what} needs torch", remedy=f"run `{install_command('quantize')}`")
+    require_torch(what)
     read, write = os.pipe()
     failures: list[TrtpipeError] = []
 
@@ -179,6 +178,12 @@ def run_worker(
         if write >= 0:
             os.close(write)
         listener.join()
+
+
+def require_torch(what: str) -> None:
+    """Raises HostError when torch is not installed, which `what` needs."""
+    if importlib.util.find_spec("torch") is None:
+        raise HostError(f"{what} needs torch", remedy=f"run `{install_command('quantize')}`")
 
 
 def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:

@@ -199,7 +199,12 @@ def satisfy(
         log = store.log_path(record)
         log.parent.mkdir(parents=True, exist_ok=True)
         with reporter.stage(stage.name, reason) as progress:
-            stage.check(spec, [one for one in later if one is not stage], store.home)
+            others = [one for one in later if one is not stage]
+            if stage.makes == "model" and trust is None:
+                # What is made of a model that is not here has to be made here too, unless it may come from elsewhere.
+                for one in others:
+                    one.require(one.settings(spec))
+            stage.check(spec, others, store.home)
 
             def work(out: Path) -> dict[str, Any]:
                 return stage.run(

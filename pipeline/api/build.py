@@ -166,10 +166,11 @@ def build(
         raise UsageError(f"a spec and {also[0]} are given", remedy="give one of them")
     spec, place = spec or resolved(layers(**options)), None if folder is None else Path(folder)
     store = store or Store(default_home())
+    trust = Trust(tuple(map(str, trust_origin)), tuple(map(Path, trust_key))) if trust_origin or trust_key else None
     try:
         results = execute(
             spec, store, reporter or _LogReporter(), until=until, verify=verify, keep_failed=keep_failed, given=given,
-            trust=Trust(tuple(map(str, trust_origin)), tuple(map(Path, trust_key))), folder=place,
+            trust=trust, folder=place,
         )  # fmt: skip
     finally:
         store.digests.save()

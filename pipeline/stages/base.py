@@ -113,6 +113,9 @@ class Stage(ABC):
         """Versions of the programs and libraries that produce the bytes."""
         return {}
 
+    def require(self, settings: Any) -> None:  # noqa: B027  # most need no more than `tools` names
+        """Raise HostError where a library that `run` needs is not installed. The store key does not depend on it."""
+
     @abstractmethod
     def run(self, job: Job) -> dict[str, Any]:
         """Fill `job.out`; return notes for the manifest."""

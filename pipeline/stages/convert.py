@@ -19,6 +19,7 @@ from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.process import require_torch
 from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.quantize.stored import convert_stored
 from trtpipe.pipeline.spec import BuildSpec
@@ -80,6 +81,10 @@ class Convert(Stage):
             **stored,
             **hashed_form(settings.form, settings.mapping, settings.toolchain),
         }
+
+    def require(self, settings: Settings) -> None:
+        if settings.stored and settings.form != "hf":
+            require_torch("converting a quantized model")
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings

@@ -10,6 +10,7 @@ from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import QuantRecipe
+from trtpipe.engines.process import require_torch
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
@@ -54,6 +55,9 @@ class Quantize(Stage):
             **hashed_form(layout.form, layout.mapping, layout.toolchain),
             **hashed_quantization(settings.recipe),
         }
+
+    def require(self, settings: Settings) -> None:
+        require_torch("quantizing")
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings

@@ -13,6 +13,7 @@ from typing import Any
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.precision import QuantRecipe
+from trtpipe.engines.process import require_torch
 from trtpipe.pipeline.accuracy import gate, page
 from trtpipe.pipeline.accuracy.task_files import read_task
 from trtpipe.pipeline.accuracy.tasks import score_tasks
@@ -85,6 +86,9 @@ class Verify(Stage):
 
     def tools(self, settings: Settings) -> dict[str, str]:
         return {"task_scoring": TASK_SCORING} if settings.tasks else {}
+
+    def require(self, settings: Settings) -> None:
+        require_torch("the accuracy gate")
 
     def run(self, job: Job) -> dict[str, Any]:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""

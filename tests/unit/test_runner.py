@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from trtpipe.engines.errors import HostError, InputDataError, StageFailed, Usage
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.layers import set_layer
+from trtpipe.pipeline.registry.trust import Trust
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.runner import StageResult, execute, status
@@ -496,3 +498,22 @@ def test_a_library_that_a_stage_needs_is_looked_for_before_the_download(
     with pytest.raises(HostError, match="nvidia-modelopt is not installed"):
         execute(plan(model, gpu="h100", dtype="fp8"), store, Recorder())
     assert list(store.artefacts()) == []
+
+
+def test_torch_is_looked_for_before_a_download_unless_what_needs_it_may_be_there(
+    store: Store, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    # Kernels for INT8 weights compute in tiles of 64.
+    spec = plan(hf_folder(in_folder / "even", hidden_size=256, intermediate_size=256), dtype="int8-wo")
+    for trust, began in (
+        (None, ["download"]),
+        (Trust(origins=("oci://registry.example/team",)), ["download", "tokenizer", "quantize"]),
+        (None, ["quantize"]),  # in another folder, with a store that has the model
+    ):
+        recorder = Recorder()
+        with pytest.raises(HostError, match="quantizing needs torch"):
+            execute(spec, store, recorder, trust=trust)
+        assert [name for name, _ in recorder.started] == began
+        shutil.rmtree(RUNS, ignore_errors=True)

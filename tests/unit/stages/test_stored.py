@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.support.hub_server import Hub
 from tests.support.stored_folders import stored_folder, write_config
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines.accuracy import job, worker
-from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.process import Progress
 from trtpipe.pipeline.api.build import layers, resolved
 from trtpipe.pipeline.layers import set_layer
@@ -62,6 +63,23 @@ def test_the_precision_is_the_folder_s_own_and_is_not_made_again(fp8: Path, int8
     served = plan(int8, gpu="a100", runtime="vllm")
     assert (served.precision.name, served.precision.stored) == ("int8-pc-pt", "compressed-tensors")
     assert served.target == "tiny-int8.a100.int8-pc-pt.vllm"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "line"),
+    [
+        ("tensorrt_llm", "converting a quantized model needs torch"),
+        ("vllm", "the accuracy gate needs torch"),  # whose checkpoint is the folder itself
+    ],
+)
+def test_torch_is_looked_for_before_the_download(
+    fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, line: str
+) -> None:
+    real, store = importlib.util.find_spec, Store(tmp_path / "home")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    with pytest.raises(HostError, match=line):
+        execute(plan(fp8, gpu="h100", runtime=runtime), store, Recorder(), until="verify")
+    assert list(store.artefacts()) == []
 
 
 @pytest.mark.parametrize(
