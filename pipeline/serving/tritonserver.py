@@ -130,7 +130,10 @@ def end(pid: int, program: str = PROGRAM) -> bool:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a server at once, with its Python processes: clients that wait for an answer see their connection end."""
+    """Kill a server at once, with its Python processes: clients that wait for an answer see their connection end. The
+    stand-in of a container is asked to end instead, since a container outlives a stand-in that is killed."""
+    if STAND_IN.encode() in words_of(process.pid):
+        end(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

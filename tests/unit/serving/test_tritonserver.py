@@ -358,6 +358,19 @@ def test_the_stand_in_of_a_container_is_asked_once_more_before_it_is_killed(
 
 
 @pytest.mark.process
+def test_a_server_is_killed_at_once_but_the_stand_in_of_a_container_is_asked_to_end(tmp_path: Path) -> None:
+    """Or its container would go on, and hold the GPU and the ports."""
+    script = f"trap 'echo removed > {tmp_path}/container; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    for word, status in ((tritonserver.PROGRAM, -signal.SIGKILL), (tritonserver.STAND_IN, 0)):
+        with subprocess.Popen(["sh", "-c", script, word], stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            tritonserver.kill(process)
+        assert process.returncode == status
+        assert (tmp_path / "container").exists() is (word == tritonserver.STAND_IN)
+
+
+@pytest.mark.process
 def test_a_second_ctrl_c_kills_a_server_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "tritonserver"
     program.symlink_to(sys.executable)
