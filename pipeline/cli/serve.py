@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -67,7 +68,7 @@ def serve(
         bool, typer.Option("--detach", help="Return when the server is ready; `trtpipe stop` ends it.")
     ] = False,
     as_json: Json = False,
-) -> int | None:
+) -> None:
     """Serve a target with tritonserver, or with the runtime's own server.
 
     The command returns, or reports that the server is ready, after one request has been answered.
@@ -129,6 +130,5 @@ def serve(
         )  # fmt: skip
 
     if detach:
-        return background.run(work)
+        sys.exit(background.run(work))  # not returned: the child has said that it was interrupted
     work(None)
-    return None

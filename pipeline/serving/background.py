@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from trtpipe.launch import end_with, outlive_parent
 
@@ -17,8 +19,9 @@ def run(work: Callable[[Ready], None]) -> int | None:
     """Call `work(ready)` in a child process. The child returns None when `work` has returned. This process returns 0 as
     soon as the child has called `ready(log)`, or the exit status of a child that ended before.
 
-    Until `ready` the child shares the terminal and its Ctrl-C, and gets SIGTERM where this process is killed; from then
-    on it has a session of its own, and its output is appended to `log`.
+    Until `ready` this process passes Ctrl-C and SIGTERM on to the child, which gets SIGTERM where this process is
+    killed; from then on the child's output is appended to `log`. The child has a session of its own, so that Ctrl-C
+    in a terminal reaches it once.
     """
     parent = os.getpid()
     told, tell = os.pipe()
@@ -27,21 +30,30 @@ def run(work: Callable[[Ready], None]) -> int | None:
     child = os.fork()
     if child == 0:
         os.close(told)
+        os.setsid()
         end_with(parent)
         work(lambda log: _leave(log, tell))
         return None
     os.close(tell)
-    # The terminal's signals reach both processes; the child ends what it has started, and this one reports its status.
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, number))
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        with contextlib.suppress(ProcessLookupError):  # it has just been collected
+            os.kill(child, number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with os.fdopen(told, "rb") as pipe:
             ready = pipe.read()
-    except KeyboardInterrupt:
-        os.waitpid(child, 0)  # the child got the Ctrl-C as well, and ends what it has started
-        raise
+        if ready and not passed:
+            return 0
+        # The child ends what it has started, also where it became ready just before it was told to end.
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0 if ready else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return status or (128 + passed[0] if passed else 0)
 
 
 def _leave(log: Path, tell: int) -> None:
@@ -49,7 +61,6 @@ def _leave(log: Path, tell: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     outlive_parent()
-    os.setsid()
     for stream, path, mode in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY), (2, log, os.O_WRONLY)):
         descriptor = os.open(path, mode | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(descriptor, stream)

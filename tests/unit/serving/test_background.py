@@ -30,14 +30,20 @@ def work(ready):
             for _ in range(3000):  # one long sleep would miss a signal that comes just before it
                 time.sleep(0.02)
         except KeyboardInterrupt:
-            print("leaves", flush=True)
-            raise
+            try:
+                print("leaves", flush=True)
+                if len(sys.argv) > 3:
+                    time.sleep(60)
+            except KeyboardInterrupt:
+                print("at once", flush=True)
+            sys.exit(130)
     print("is ready", flush=True)
     ready(Path(sys.argv[1]))
     print("goes on as", os.getpid(), flush=True)
     time.sleep(600)
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGTERM):  # a test run in the background ignores the first
+    signal.signal(number, signal.default_int_handler)
 try:
     sys.exit(background.run(work))
 except KeyboardInterrupt:
@@ -92,15 +98,35 @@ def test_whoever_is_killed_before_takes_the_work_along(tmp_path: Path) -> None:
     assert (process.returncode, out) == (-signal.SIGKILL, "begins\nleaves\n")
 
 
-@pytest.mark.parametrize(("end", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
-def test_until_then_ctrl_c_is_for_both_and_sigterm_is_passed_on(tmp_path: Path, end: Any, number: int) -> None:
-    process = subprocess.Popen(
-        command(tmp_path / "log", "waits"), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "log.waits").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+@pytest.mark.parametrize(
+    ("end", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)]
+)
+def test_until_then_ctrl_c_and_sigterm_are_passed_on_once(tmp_path: Path, end: Any, number: int) -> None:
+    """Ctrl-C in a terminal goes to all processes of a group, that of a supervisor to the command alone."""
+    process = waiting(tmp_path)
     end(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "begins\nleaves\n")
+
+
+def test_a_second_ctrl_c_is_passed_on_too(tmp_path: Path) -> None:
+    process = waiting(tmp_path, "long")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    assert [process.stdout.readline() for _ in range(2)] == ["begins\n", "leaves\n"]
+    time.sleep(0.2)  # it sleeps by then
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "at once\n")
+
+
+def waiting(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A command whose work waits."""
+    process = subprocess.Popen(
+        [*command(folder / "log", "waits"), *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not (folder / "log.waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
