@@ -10,7 +10,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ SILENT_SECONDS = 15.0
 GONE_SECONDS = 10.0
 # How long a stage that is cancelled may take to clean up.
 CANCEL_SECONDS = 30.0
+# How long the targets' threads may take to notice that, before the command leaves them.
+LEAVE_SECONDS = 5.0
 # (target, stage, kind, text): "begins", "progress", "line", "note", "ends"
 Told = Callable[[str, str, str, str], None]
 
@@ -109,12 +111,26 @@ class Cluster:
             except Exception as error:
                 return Outcome(spec=spec, results=(), error=failure(error))
 
-        with ThreadPoolExecutor(min(AT_ONCE, len(specs))) as pool:
-            try:
-                return list(pool.map(one, specs))
-            except BaseException:
-                self._cancel()
-                raise
+        outcomes: list[Future[Outcome]] = [Future() for _ in specs]
+        left = iter(zip(specs, outcomes, strict=True))
+
+        def work() -> None:
+            for spec, outcome in left:
+                try:
+                    outcome.set_result(one(spec))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
+        try:
+            # Threads that the end of the command does not wait for, as it would for those of a ThreadPoolExecutor: what
+            # they do on this machine, such as the reading of a GGUF file or an upload, ends with it.
+            for _ in range(min(AT_ONCE, len(specs))):
+                threading.Thread(target=work, daemon=True).start()
+            return [outcome.result() for outcome in outcomes]
+        except BaseException:
+            self._cancel()
+            wait(outcomes, LEAVE_SECONDS)
+            raise
 
     def close(self) -> None:
         self._cancel()
@@ -129,6 +145,8 @@ class Cluster:
     def _perform(
         self, stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
     ) -> StageResult:
+        if self._closed:
+            raise KeyboardInterrupt
         digests = {name: one.manifest.content for name, one in inputs.items()}
         record = wanted_record(stage, spec, digests, self._store)
         result = partial(StageResult, stage=stage.name, makes=stage.makes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -29,6 +30,7 @@ from trtpipe.pipeline.cluster import driver
 from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.matrix import Outcome
 from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -323,6 +325,37 @@ def test_a_cluster_that_is_gone(
     )
     assert re.match(told, str(outcome.error))
     assert not list((store.home / "cluster").iterdir())
+
+
+def test_ctrl_c_does_not_wait_for_work_of_this_machine(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
+    """Such as the reading of a GGUF file, which no thread can be interrupted in."""
+    begun: list[threading.Thread] = []
+    ended = threading.Event()
+
+    def execute(spec: BuildSpec, *given: object, **named: object) -> None:
+        begun.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        ended.wait(60)
+
+    monkeypatch.setattr(driver, "execute", execute)
+    monkeypatch.setattr(driver, "LEAVE_SECONDS", 0.1)
+    cluster = object.__new__(Cluster)
+    cluster._store, cluster._lock, cluster._refs, cluster._lost = Store(in_folder / "home"), threading.Lock(), {}, False
+    spec = plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16")
+    begin = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.build([spec], lambda made: Recorder(), None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begin < 30
+    (thread,) = begun
+    assert thread.daemon, "nor does Python's end"
+    with pytest.raises(KeyboardInterrupt):  # of a thread that comes to its next stage
+        cluster._perform(stages_of(spec)[0], spec, {}, None, reporter=Recorder())
+    ended.set()
+    thread.join(30)
 
 
 def test_the_marks_of_killed_drivers_go(tmp_path: Path) -> None:
