@@ -231,7 +231,8 @@ def _handle(
 def _log(refusal: str, cause: BaseException | None) -> None:
     """Log the cause of a refusal, which the client does not get."""
     if cause is not None:
-        print(f"{refusal}: {cause}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk costs lines of the log, not the engine
+            print(f"{refusal}: {cause}", file=sys.stderr, flush=True)
 
 
 def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:

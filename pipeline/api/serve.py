@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -213,11 +214,13 @@ def serve(
             drain_s=drain_s,
         )  # fmt: skip
         running, process = serving.launch(found, store, options, log.info)
+    # Called once: at the end of the program where the block has not ended, as that of an ExitStack that stays open.
+    end = weakref.finalize(process, _end, store, running, process)
     try:
         yield Client(found[0].name, server=running.name)
     finally:
         with known_errors():
-            _end(store, running, process)
+            end()
 
 
 def _end(store: Store, server: Server, process: subprocess.Popen[bytes]) -> None:

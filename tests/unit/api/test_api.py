@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.layers import LORA, SCALARS
+from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -286,3 +289,47 @@ def test_a_client_needs_a_server() -> None:
         trtpipe.Client()
     with pytest.raises(trtpipe.UsageError, match="no server named 'x' is running"):
         trtpipe.Client("target", server="x")
+
+
+NEVER_LEFT = """
+import contextlib, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+import trtpipe
+from trtpipe.pipeline.serving import repositories, serve, servers
+from trtpipe.pipeline.serving.ports import Endpoints
+
+process = subprocess.Popen(
+    ["/opt/tritonserver", "-c", "sleep 600 & wait"], executable="/bin/sh", start_new_session=True,
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+)
+points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+served = servers.Served(name="t", repository=Path(sys.argv[1]))
+running = servers.Server(name="s", pid=process.pid, served=(served,), log=Path("/l"), endpoints=points)
+repositories.find_repository = lambda target: SimpleNamespace(name="t")
+
+def launch(targets, store, options, note):
+    servers.remember(store, running)
+    return running, process
+
+serve.launch = launch
+stack = contextlib.ExitStack()
+stack.enter_context(trtpipe.serve("t", openai_port=None))
+print(process.pid, running.alive)
+"""
+
+
+@pytest.mark.process
+def test_a_server_whose_block_is_never_left_ends_with_the_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_LEFT, tmp_path],
+        env={**os.environ, "TRTPIPE_HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False,
+        timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    pid, was_alive = done.stdout.split()
+    assert (done.returncode, was_alive, done.stderr) == (0, "True", "")
+    ended = not tritonserver.alive(int(pid))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(int(pid), signal.SIGKILL)
+    assert ended
+    assert not list((tmp_path / "home" / "servers").glob("*.json"))

@@ -116,3 +116,12 @@ def test_a_request_that_the_runtime_gave_up_is_told_apart_from_a_wrong_one(capsy
     assert sent[:2] == [{**told, "id": 10, "failed": True}, {**told, "id": 11, "failed": False}]
     assert stub.running == {}
     assert capsys.readouterr().err == "no: [Errno 2] No such file: '/secret'\n"
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115  # its end fails too
+    monkeypatch.setattr(sys, "stderr", full)
+    server._log("the adapter is damaged", ValueError("no weights"))
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left on device"):
+        full.close()
