@@ -30,10 +30,17 @@ class Sampler:
 
     ignores  sampling options, as SamplingParams names them, that it accepts without an effect
     instead  arguments of `LLM` that choose the sampler with all options, which does not draft; empty without one
+    drawn_log_probs  whether it gives the log-probability of a token that it draws, and not of the likeliest alone
     """
 
     ignores: tuple[str, ...] = ()
     instead: dict[str, Any] = field(default_factory=dict)
+    drawn_log_probs: bool = True
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws tokens at all, and does not take the likeliest whatever is asked."""
+        return "temperature" not in self.ignores
 
 
 @dataclass(frozen=True, kw_only=True)

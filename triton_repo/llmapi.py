@@ -70,6 +70,8 @@ def place_llmapi(
     """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt.
 
     The model has no inputs for what the release's `sampler` ignores, so that a request with such an option is refused.
+    Where it never draws, the release's other sampler is chosen. A parameter tells the gateway that drawn tokens have
+    no log-probabilities.
     """
     version = out / MODEL / "1"
     version.mkdir(parents=True, exist_ok=True)
@@ -78,29 +80,35 @@ def place_llmapi(
             place(source, version / source.name)
     place_draft(engine.path, version)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
-    settings = _settings(read_yaml(engine.path / FILE), serving)
+    settings = _settings(read_yaml(engine.path / FILE), serving, sampler)
     # The same for `trtllm-serve --config`, which is told of the model apart.
     alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
     for name, content in ((SETTINGS, settings), (FILE, alone)):
         (version / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return {"decoupled": serving.decoupled, "inputs": heeded(settings, sampler), "outputs": OUTPUTS}
+    by_default = _samples_by_default(settings, sampler)
+    ignored = {f"sampling_param_{name}" for name in sampler.ignores} if by_default else ()
+    return {
+        "decoupled": serving.decoupled,
+        "inputs": tuple(tensor for tensor in INPUTS if tensor.name not in ignored),
+        "outputs": OUTPUTS,
+        "parameters": {} if sampler.drawn_log_probs or not by_default else {"drawn_log_probs": "false"},
+    }
 
 
-def heeded(settings: dict[str, Any], sampler: Sampler) -> tuple[Tensor, ...]:
-    """The inputs that have an effect with these arguments of `LLM`."""
-    chosen = bool(sampler.instead) and all(settings.get(name) == value for name, value in sampler.instead.items())
+def _samples_by_default(settings: dict[str, Any], sampler: Sampler) -> bool:
+    """Whether the release's default sampler serves these arguments of `LLM`."""
+    if settings.get("speculative_config"):
+        return True
     # The LLM API chooses the other sampler itself for beams.
     beams = "sampler_type" in sampler.instead and settings.get("max_beam_width", 1) > 1
     if beams and settings.get("sampler_type", "auto") == "auto":
-        chosen = True
-    if chosen and not settings.get("speculative_config"):
-        return INPUTS
-    ignored = {f"sampling_param_{name}" for name in sampler.ignores}
-    return tuple(tensor for tensor in INPUTS if tensor.name not in ignored)
+        return False
+    return not sampler.instead or any(settings.get(name) != value for name, value in sampler.instead.items())
 
 
-def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
-    """Arguments of `LLM`: the engine's, and those that the serving options set. Raises InputDataError."""
+def _settings(engine: dict[str, Any], serving: ServingConfig, sampler: Sampler) -> dict[str, Any]:
+    """Arguments of `LLM`: the engine's, those that the serving options set, and, without drafts, those that choose a
+    sampler that draws. Raises InputDataError."""
     given = engine.pop("kv_cache_config", None)
     if not isinstance(given, dict):
         raise InputDataError(f"{FILE} of the engine has no kv_cache_config", remedy="build the engine again")
@@ -137,4 +145,7 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
             "max_queue_size": serving.max_queue_size,
         },
     }
-    return merged(settings, serving.llm_args or {})
+    settings = merged(settings, serving.llm_args or {})
+    if not sampler.draws and not settings.get("speculative_config"):
+        settings = {**sampler.instead, **settings}
+    return settings

@@ -190,7 +190,8 @@ def _request_rows(inputs: list[Setting], backend: EngineBackend) -> Iterator[Row
     else:
         yield dataclasses.replace(base, why="inputs and outputs have the same names")
         there = {tensor.name for tensor in tensors.CLIENT_INPUTS}
-    ignored = {name for release in load_toolchains().values() for name in release.sampler.ignores}
+    samplers = [release.sampler for release in load_toolchains().values()]
+    ignored = {name for sampler in samplers if sampler.draws for name in sampler.ignores}
     for one in inputs:
         row = Row(place=REQUESTS, setting=one.name, value=None, verdict=Verdict.LOST)
         name = _input(one.name, backend)

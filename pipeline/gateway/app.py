@@ -134,7 +134,7 @@ class Gateway:
         scored = bool(prepared.echoes) and log_probs is not None
         if scored:
             require_prompt_log_probs(engine)
-        require_sampling(engine, replace(sampling, seed=asked.seed), ends)
+        require_sampling(engine, replace(sampling, seed=asked.seed), ends, log_probs=log_probs is not None)
         if prepared.bias:
             require_bias(engine)
         if prepared.guide is not None:
@@ -273,7 +273,11 @@ def build(
     if options.cors_origins:
         # No key is asked for here: a browser sends none before it knows that its page may call.
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("retry-after",),
         )
 
     if gateway.traces is not None:

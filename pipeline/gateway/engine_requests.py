@@ -20,12 +20,16 @@ _NUMBERS = {"INT32": struct.Struct("<i"), "FP32": struct.Struct("<f"), "UINT64":
 
 @dataclass(frozen=True)
 class EngineModel:
-    """Inputs and outputs of an engine model in Triton."""
+    """Inputs and outputs of an engine model in Triton.
+
+    drawn_log_probs  whether it gives the log-probability of a token that was drawn, and not of the likeliest alone
+    """
 
     name: str
     decoupled: bool
     inputs: frozenset[str]
     outputs: frozenset[str]
+    drawn_log_probs: bool = True
 
     @property
     def own(self) -> bool:
@@ -76,14 +80,23 @@ def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
         raise wrong(f"'{param}': {why}", param, "unsupported_parameter")
 
 
-def require_sampling(model: EngineModel, sampling: SamplingParams, ends: Sequence[int]) -> None:
-    """Raises Failure, naming the field, for a sampling option of a client that would have no effect and should have."""
+def require_sampling(model: EngineModel, sampling: SamplingParams, ends: Sequence[int], *, log_probs: bool) -> None:
+    """Raises Failure, naming the field, for a sampling option of a client that would have no effect and should have,
+    and for log-probabilities that the model's sampler does not give."""
+    drawn = sampling.top_k != 1
+    if drawn and not model.takes("temperature"):
+        why = "the sampler of this model's runtime ignores it and takes the likeliest token: give 0"
+        raise wrong(f"'temperature': {why}", "temperature", "unsupported_parameter")
+    if drawn and log_probs and not model.drawn_log_probs:
+        why = "the sampler of this model's runtime gives none of a token that it draws"
+        remedy = "give 'temperature': 0, or serve a build with another sampler (serving.llm_args)"
+        raise wrong(f"'logprobs': {why}: {remedy}", "logprobs", "unsupported_parameter")
     asked = {
         "repetition_penalty": sampling.repetition_penalty not in (None, 1),
         "presence_penalty": bool(sampling.presence_penalty),
         "frequency_penalty": bool(sampling.frequency_penalty),
         "min_tokens": bool(sampling.min_tokens and ends),
-        "seed": sampling.seed is not None and sampling.top_k != 1,  # a greedy answer is the same without one
+        "seed": sampling.seed is not None and drawn,  # a greedy answer is the same without one
     }
     for name, given in asked.items():
         if given and not model.takes(name):

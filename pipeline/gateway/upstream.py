@@ -67,7 +67,7 @@ class Upstream:
         return probe.failure is None
 
     async def model(self, name: str) -> EngineModel:
-        """Inputs and outputs of the model, queried once. Raises Failure."""
+        """What the model takes and gives, queried once. Raises Failure."""
         known = self._models.get(name)
         if known is not None:
             return known
@@ -87,6 +87,7 @@ class Upstream:
             decoupled=config.model_transaction_policy.decoupled,
             inputs=frozenset(tensor.name for tensor in config.input),
             outputs=frozenset(tensor.name for tensor in config.output),
+            drawn_log_probs=config.parameters["drawn_log_probs"].string_value != "false",
         )
         require_tokens(found)
         self._models[name] = found

@@ -217,12 +217,13 @@ def _inputs(config: Any, prompt: str, sampling: SamplingParams, max_tokens: int,
     if sampling.seed is not None:
         values["seed"] = sampling.seed % 2**64
     greedy = values.get("top_k") == 1 or (values.get("top_k") is None and values.get("top_p") is None)
+    idle = ("temperature", "top_k", "top_p", "seed") if greedy else ()
     for name, value in values.items():
         if value is None:
             continue
         taken = length if name == "max_tokens" else family.sampling[name][0]
         if family is LLMAPI and taken not in names:
-            if (name, value) == ("repetition_penalty", 1) or (name == "seed" and greedy):
+            if (name, value) == ("repetition_penalty", 1) or name in idle:
                 continue  # without effect anyway
             raise UsageError(
                 f"the model has no input for --{name.replace('_', '-')}",

@@ -137,6 +137,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
         self.deaf = 0  # stop requests that it takes no notice of
         self.inputs = INPUTS
         self.outputs = ["output_ids", "sequence_length", "output_log_probs"]
+        self.parameters: dict[str, str] = {}
         self.decoupled = True
         self.server = grpc.aio.server()
 
@@ -152,6 +153,8 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
             config.input.add(name=name)
         for name in self.outputs:
             config.output.add(name=name)
+        for name, value in self.parameters.items():
+            config.parameters[name].string_value = value
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802

@@ -375,6 +375,44 @@ def test_sampling_options_that_the_llm_api_ignores_are_refused_by_name(folder: P
     ask(script, tmp_path / "model", scenario, triton={**LLM_API, "inputs": inputs})
 
 
+def test_answers_that_the_llm_api_cannot_draw_or_score_are_refused_by_name(folder: Path) -> None:
+    async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        log_probs = [-0.5] if "return_log_probs" in asked.raw else None
+        yield response([*tokens_of(folder, "a")], log_probs=log_probs)
+        yield response([END], final=True, log_probs=log_probs)
+
+    async def refused(client: httpx.AsyncClient, **fields: Any) -> tuple[str, str]:
+        answer = await client.post(CHAT, json=chat("Hello", **fields))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+        return error["param"], error["message"]
+
+    async def greedy(client: httpx.AsyncClient, triton: Triton) -> None:
+        told = "'temperature': the sampler of this model's runtime ignores it and takes the likeliest token: give 0"
+        for fields in ({}, {"temperature": 0.5}, {"top_p": 0.5, "seed": 7}):
+            assert await refused(client, **fields) == ("temperature", told)
+        assert triton.asked == []
+        for name, value in (("temperature", 0), ("top_k", 1)):
+            answer = await client.post(CHAT, json=chat("Hello", logprobs=True, **{name: value}))
+            assert answer.status_code == 200, answer.text
+            assert not {f"sampling_param_{one}" for one in drawing} & triton.asked[-1].raw.keys()
+
+    async def unscored(client: httpx.AsyncClient, triton: Triton) -> None:
+        assert await refused(client, logprobs=True) == (
+            "logprobs",
+            "'logprobs': the sampler of this model's runtime gives none of a token that it draws: "
+            "give 'temperature': 0, or serve a build with another sampler (serving.llm_args)",
+        )
+        assert triton.asked == []
+        for fields in ({}, {"logprobs": True, "temperature": 0}):
+            assert (await client.post(CHAT, json=chat("Hello", **fields))).status_code == 200
+
+    drawing = ("temperature", "top_k", "top_p", "seed")
+    inputs = [name for name in LLM_API["inputs"] if name.removeprefix("sampling_param_") not in drawing]
+    ask(script, folder, greedy, triton={**LLM_API, "inputs": inputs})
+    ask(script, folder, unscored, triton={**LLM_API, "parameters": {"drawn_log_probs": "false"}})
+
+
 def test_a_model_that_takes_text_alone_is_refused_in_words(folder: Path) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         answer = await client.post(CHAT, json=chat())

@@ -146,6 +146,13 @@ def test_a_model_of_the_llm_api_gets_its_own_inputs(monkeypatch: pytest.MonkeyPa
             list(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8))
     for asked in (SamplingParams(repetition_penalty=1.0), SamplingParams(seed=7), SamplingParams(seed=7, top_k=1)):
         assert "".join(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8)) == "one two"
+    # A sampler that never draws.
+    left = [name for name in names if not name.endswith(("temperature", "top_k", "top_p", "seed"))]
+    monkeypatch.setattr(Client, "config", config(*left, max_batch_size=0))
+    with pytest.raises(UsageError, match="the model has no input for --temperature"):
+        list(stream("host:1", "Hello", SamplingParams(temperature=0.5), model="tensorrt_llm", max_tokens=8))
+    for asked in (SamplingParams(temperature=0), SamplingParams(temperature=0.5, top_k=1)):
+        assert "".join(stream("host:1", "Hello", asked, model="tensorrt_llm", max_tokens=8)) == "one two"
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,7 @@ def test_requests_of_clients(nvidia: Path) -> None:
     assert found["requests", "presence_penalty"].why == (
         "it is called so there; the model of a release whose sampler ignores it has no such input"
     )
+    assert found["requests", "temperature"].why == "it is called so there"
     assert found["requests", "bad_words"].verdict is LOST
     found = table(nvidia, "vllm")
     assert found["requests", "model"].verdict is CARRIED

@@ -200,6 +200,10 @@ def test_a_model_without_a_version_is_named(engine: Engine, tokenizer: Path, out
 
 
 PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
+GREEDY = [
+    "frequency_penalty", "min_tokens", "presence_penalty", "repetition_penalty", "seed", "temperature", "top_k",
+    "top_p",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -211,11 +215,12 @@ PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
         ("1.2.1", {"sampler_type": "TRTLLMSampler"}, False, []),
         ("1.2.1", {"max_beam_width": 4}, False, []),
         ("1.2.1", {"max_beam_width": 4, "sampler_type": "TorchSampler"}, False, [*PENALTIES, "seed"]),
-        ("1.0.0", {"max_beam_width": 4}, False, ["frequency_penalty", "min_tokens", *PENALTIES[1:], "seed"]),
         ("1.2.1", {"sampler_type": "TRTLLMSampler"}, True, [*PENALTIES, "seed"]),
         ("1.1.0", {}, False, [*PENALTIES, "seed"]),
-        ("1.0.0", {}, False, ["frequency_penalty", "min_tokens", "presence_penalty", "repetition_penalty", "seed"]),
-        ("1.0.0", {"enable_trtllm_sampler": True}, False, []),
+        # The default sampler of 1.0 never draws, so that the other is chosen, which cannot serve drafts.
+        ("1.0.0", {}, False, []),
+        ("1.0.0", {"enable_trtllm_sampler": False}, False, GREEDY),
+        ("1.0.0", {}, True, GREEDY),
     ],
 )
 def test_the_llm_api_has_no_input_for_what_its_sampler_ignores(
@@ -232,6 +237,12 @@ def test_the_llm_api_has_no_input_for_what_its_sampler_ignores(
     asked = {tensor.name for tensor in INPUTS}
     written = {line.split('"')[1] for line in text.splitlines() if line.strip().startswith("name:")}
     assert sorted(asked - written) == [f"sampling_param_{name}" for name in missing]
+    told = 'key: "drawn_log_probs"\n  value: { string_value: "false" }' in text
+    assert told == (release in ("1.1.0", "1.2.1") and bool(missing))
+    for name in ("model.yaml", "llm_args.yaml"):
+        given = yaml.safe_load((out / "tensorrt_llm" / "1" / name).read_text())
+        expected = {("1.0.0", False): {"enable_trtllm_sampler": True}}.get((release, drafts), {}) | llm_args
+        assert {key: given[key] for key in given.keys() & {"enable_trtllm_sampler", *llm_args}} == expected
 
 
 def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) -> None:
