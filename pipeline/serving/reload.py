@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtpipe.engines.errors import ArtefactRefused, StageFailed, TrtpipeError, UsageError
-from trtpipe.engines.passport import read_passport
+from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
+from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import ServedModel
 from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.serving import model_control, model_links, server_log
+from trtpipe.pipeline.serving.gpu_memory import require_room
 from trtpipe.pipeline.serving.launch_options import gateway_models
 from trtpipe.pipeline.serving.repositories import called, check_passport, find_repository, imports
 from trtpipe.pipeline.serving.serve import gateway_log, smoke
@@ -32,9 +34,9 @@ def reload_models(
     that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
     loaded.
 
-    Raises HostError while another command reloads that server, InputDataError for a repository that would not load,
-    ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not load: the
-    server then keeps what it has, and so it does at a Ctrl-C.
+    Raises HostError while another command reloads that server, and for an engine that has no room beside the old one;
+    InputDataError for a repository that would not load, ArtefactRefused for an engine of another kind, StageFailed with
+    the server's message when a model does not load: the server then keeps what it has, and so it does at a Ctrl-C.
     """
     with reloading(store, find_running(store, name).name):
         return _reload(store, find_running(store, name), target, allow_model_code=allow_model_code)
@@ -53,10 +55,11 @@ def _reload(store: Store, server: Server, target: str | None, *, allow_model_cod
     for one in server.served:
         if one.name in fresh:
             compatibility.require_trusted(one.name, fresh[one.name].folder, store, allow_code=allow_model_code)
-            _require_same_kind(one, fresh[one.name].folder)
+            passport = _require_same_kind(one, fresh[one.name].folder)
             place = called(fresh[one.name].name, fresh[one.name].folder)
             faults = check_repository(fresh[one.name].folder)
             require_sound(place, faults, remedy=f"run `trtpipe check {place}` for all")
+            require_room(one.name, [old.repository for old in server.served], fresh[one.name].folder, passport)
     served = tuple(
         replace(one, repository=now.folder, source=now.source, imported=imports(now))
         if (now := fresh.get(one.name)) else one
@@ -103,16 +106,6 @@ def _load_instead(
     except BaseException as error:
         model_links.link(before, folder)
         outcomes = server_log.loads(server.log, begin)
-        if not server.alive:
-            raise StageFailed(
-                f"tritonserver of {server.name} ended while it loaded other models", why=str(error),
-                remedy=f"its log is {server.log}; `trtpipe ps` says whether it is started again",
-            ) from error  # fmt: skip
-        # What failed goes on as it was, and there may be no room for a second copy of it.
-        kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}
-        lost = _take_back(server, {name: before[name] for name in changed if name in before and name not in kept})
-        if gateway is not None and not isinstance(error, TrtpipeError):  # it may take the new models yet
-            gateway_process.reload(gateway, _gateway_models(server, folder), gateway_log(server))
         # An ensemble that does not fit the model that stayed fails before that model's own load is asked for.
         causes = [
             StageFailed(f"{name} does not load", why=reason, remedy=f"the server's log is {server.log}")
@@ -120,6 +113,18 @@ def _load_instead(
             if reason and isinstance(error, StageFailed)
         ]
         cause = causes[0] if causes else error
+        if isinstance(cause, StageFailed):  # before the log tells of the models that are taken back
+            cause = explain(cause, server.log, "serve", begin)
+        if not server.alive:
+            raise StageFailed(
+                f"tritonserver of {server.name} ended while it loaded other models", why=str(cause),
+                remedy=f"its log is {server.log}; `trtpipe ps` says whether it is started again",
+            ) from error  # fmt: skip
+        # What failed goes on as it was, and there may be no room for a second copy of it.
+        kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}
+        lost = _take_back(server, {name: before[name] for name in changed if name in before and name not in kept})
+        if gateway is not None and not isinstance(error, TrtpipeError):  # it may take the new models yet
+            gateway_process.reload(gateway, _gateway_models(server, folder), gateway_log(server))
         if lost:
             raise StageFailed(
                 f"{server.name} did not take back its models", why="; ".join([str(cause), *lost]),
@@ -158,12 +163,21 @@ def _source(served: Served) -> str:
     return served.name if served.source is None else str(served.source)
 
 
-def _require_same_kind(served: Served, repository: Path) -> None:
+def _require_same_kind(served: Served, repository: Path) -> Passport:
+    """The passport of the engine of `repository`, which is to replace that of a served target. Raises ArtefactRefused
+    where the server, which is of one runtime and release, cannot run it."""
     passport = check_passport(served.name, repository)
     before = read_passport(served.repository / ENGINE_FOLDER)
-    if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
+    if (passport.runtime, passport.image, passport.world_size) != (before.runtime, before.image, before.world_size):
         raise ArtefactRefused(
-            f"{served.name} runs {before.runtime} with {before.world_size} rank(s)",
-            why=f"the new engine is for {passport.runtime} with {passport.world_size}",
+            f"the server of {served.name} runs {_kind(before)}",
+            why=f"the new engine is for {_kind(passport)}",
             remedy="stop the server and serve the new one",
         )
+    return passport
+
+
+def _kind(passport: Passport) -> str:
+    """Runtime, release and ranks of an engine, in words."""
+    program = f"{passport.runtime} {passport.image or ''}".rstrip()
+    return f"{program} with {passport.world_size} rank(s)"

@@ -213,7 +213,8 @@ def test_ranks_are_served_by_the_toolchains_image(
     with gpu_dockerd.client() as client:
         build_image(client, require_image(find_toolchain(None)), DOUBLE, tritonserver=SERVER, mpirun=SERVER)
     name = f"{TARGET}.tp2"
-    host.ok(*BUILD, "--tp", "2")
+    share = ("--set", "serving.kv_cache_free_gpu_mem_fraction=0.4")
+    host.ok(*BUILD, "--tp", "2", *share)
     ports = [word for port in ("http", "grpc", "metrics", "openai") for word in (f"--{port}-port", "0")]
     served = host.ok("serve", name, "--detach", *ports, "--shm-size", "1g")
     assert "127.0.0.1" in served.out
@@ -230,14 +231,17 @@ def test_ranks_are_served_by_the_toolchains_image(
         assert container.attrs["HostConfig"]["DeviceRequests"][0]["Count"] == -1
 
     host.ok(*BUILD, "--tp", "2", "--set", "serving.max_queue_size=7")
-    assert "package" in host.ok("reload").out
+    refused = host.run("reload")
+    assert (refused.status, "0.4 of its free memory is taken, and the new engine takes 0.9" in refused.err) == (4, True)
+    host.ok(*BUILD, "--tp", "2", "--set", "serving.max_queue_size=7", *share)
+    assert host.ok("reload").out.startswith(f"{name} has loaded {name}\n")
     assert "loaded tensorrt_llm\n" in host.ok("logs", "-n", "100").out
 
     assert host.ok("stop").out == f"stopped {name}\n"
     with gpu_dockerd.client() as client:
         assert client.containers.list(all=True) == []
-    refused = host.run("serve", name, "--server", "local").err.splitlines()[-1]
-    assert refused.startswith("error: this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver of")
+    last = host.run("serve", name, "--server", "local").err.splitlines()[-1]
+    assert last.startswith("error: this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver of")
 
 
 def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> None:

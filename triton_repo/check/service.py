@@ -17,7 +17,7 @@ DEFAULT_ENGINE = "tensorrt_llm"
 # Roles of models whose scripts may return their responses; "" is that of a model of no template.
 _RETURNING = ("preprocessing", "postprocessing", "")
 # The whole memory of a GPU; the share that a backend takes by default.
-_WHOLE, _DEFAULT_SHARE = 1.0, 0.9
+_WHOLE, DEFAULT_SHARE = 1.0, 0.9
 
 
 def check_text(models: dict[str, Model], scripts: dict[str, Script], report: Report) -> None:
@@ -241,27 +241,29 @@ def check_sharing(models: dict[str, Model], report: Report) -> None:
     engines = [model for model in models.values() if model.role == "engine" and model.config is not None]
     for position, model in enumerate(engines):
         for other in engines[:position]:
-            ours, theirs = _gpus(model), _gpus(other)
+            ours, theirs = gpus_of(model), gpus_of(other)
             if ours is not None and theirs is not None and not ours & theirs:
                 continue
-            total = _share(model) + _share(other)
+            total = memory_share(model) + memory_share(other)
             capped = model.value("max_tokens_in_paged_kv_cache") or other.value("max_tokens_in_paged_kv_cache")
             if total > _WHOLE and not capped:
                 report.warning(
                     "shared-gpu",
                     model.at_parameter("kv_cache_free_gpu_mem_fraction"),
-                    f"is {_share(model):g}, and {other.name} takes {_share(other):g} on the same GPU",
+                    f"is {memory_share(model):g}, and {other.name} takes {memory_share(other):g} on the same GPU",
                     why="whichever loads last finds too little memory",
                     remedy="lower both, or give each its own gpu_device_ids",
                 )
                 return
 
 
-def _gpus(model: Model) -> set[int] | None:
+def gpus_of(model: Model) -> set[int] | None:
+    """Indices of the GPUs of an engine's instances; None where gpu_device_ids names none."""
     text = model.value("gpu_device_ids")
     return {number for group in values.read_groups(text)[0] for number in group} if text else None
 
 
-def _share(model: Model) -> float:
+def memory_share(model: Model) -> float:
+    """Share of a GPU's memory that an engine takes, by its configuration."""
     value = values.read_float(model.value("kv_cache_free_gpu_mem_fraction") or "").value
-    return _DEFAULT_SHARE if value is None else value
+    return DEFAULT_SHARE if value is None else value
