@@ -217,7 +217,7 @@ def measure(
         from trtpipe.pipeline.store.manifest import read_manifest
         from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
-        measured.target = served.name
+        measured.target = served.target
         try:
             measured.engine = {**vars(read_passport(served.repository / ENGINE_FOLDER))}
         except TrtpipeError as error:  # the measurement must not be lost for that

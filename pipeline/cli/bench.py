@@ -308,7 +308,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     from trtpipe.pipeline.bench.results import folders
     from trtpipe.pipeline.cli import console, console_bench
 
-    place = report or folders.new(served.name if served is not None else options.targets[0].model)
+    place = report or folders.new(served.target if served is not None else options.targets[0].model)
     check_place(place)
     with console_bench.progress() as progress:
         measured = measure(options, served, progress, console.note)

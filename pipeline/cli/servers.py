@@ -102,9 +102,10 @@ def reload(
     with console_progress.working("reload", announce=False):
         renewed, loaded = reload_models(own_store(), server, target, allow_model_code=allow_model_code)
     if as_json:
-        console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
+        targets = [one.target for one in loaded]
+        console.result_json({"server": renewed.name, "targets": targets, "loaded": [one.repository for one in loaded]})
         return
-    console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
+    console.result(*(f"{renewed.name} has loaded {one.target}" for one in loaded))
     console.result(f"next: {console_serve.first_steps(renewed, served=loaded[0])[0]}")
 
 

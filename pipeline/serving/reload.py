@@ -48,7 +48,7 @@ def _reload(store: Store, server: Server, target: str | None, *, allow_model_cod
     if target is None:
         fresh = {one.name: find_repository(_source(one)) for one in server.served}
     else:
-        known = [_source(one) for one in server.served if one.name == target and find_run(target) is None]
+        known = [_source(one) for one in server.served if one.target == target and find_run(target) is None]
         found = find_repository(known[0] if known else target)
         # A server's only target may be replaced by a target of another name.
         fresh = {server.find(found.name if len(server.served) > 1 else None).name: found}

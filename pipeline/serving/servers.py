@@ -53,6 +53,13 @@ class Served:
         return self.name == run.name if self.source is None else self.source.resolve() == run.resolve()
 
     @property
+    def target(self) -> str:
+        """Name of the target that is served now: `reload` may have loaded another one than the server's."""
+        if self.source is None:
+            return self.name
+        return (self.source if (self.source / "plan.json").is_file() else self.source.resolve()).name
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         return self.names or (self.name,)
 
@@ -118,7 +125,7 @@ class Server:
                 )
             return self.served[0]
         for served in self.served:
-            if served.name == Path(name).name:  # a folder such as runs/<target>
+            if Path(name).name in (served.name, served.target):  # a folder such as runs/<target>
                 return served
         raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,8 @@ def test_a_measurement_is_not_lost_where_the_engine_s_gpu_or_passport_is_gone(
     report = measured()
     assert report.engine is not None
     assert (report.engine["gpu"], report.engine["sm"], len(notes)) == ("h100", 90, 1)
+    served = replace(served, source=tmp_path / "runs" / "b")  # which was loaded into the server of a
+    assert measured().target == "b"
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -544,6 +544,10 @@ def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.M
         server.find(None)
     with pytest.raises(UsageError, match="does not serve 'draf'; did you mean 'draft'"):
         server.find("draf")
+    remember(store, "old", source=Path("/elsewhere/new"))  # which `reload` has loaded
+    loaded = find_running(store, "old")
+    assert loaded.find("new") == loaded.find("old") == loaded.served[0]
+    assert (loaded.served[0].name, loaded.served[0].target) == ("old", "new")
 
 
 def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
