@@ -29,7 +29,7 @@ from trtpipe.engines.checkpoint.split import check_mapping, check_stages
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import pwrite_all, reserve, write_json
-from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_config
+from trtpipe.engines.hf.folder import LocatedTensor, check_tied_head, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 
@@ -106,7 +106,8 @@ def rewrite(
 
 
 def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
-    """Raises InputDataError for a missing or unexpected tensor, or one of a wrong shape or dtype."""
+    """Raises InputDataError for a missing or unexpected tensor, one of a wrong shape or dtype, or a head that differs
+    from the embedding to which config.json ties it."""
     family = family_of(model)
     family.check_source(folder, model)
     wanted = source_shapes(model)
@@ -131,6 +132,7 @@ def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTen
             f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a {model.architecture}",
             why="converting without it would change the model",
         )
+    check_tied_head(model, located)
 
 
 def _automatic(model: ModelConfig) -> DataType:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError, suggestion
-from trtpipe.engines.families import families
+from trtpipe.engines.families import families, names_of
 from trtpipe.engines.hf.chat_template import require_template
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.hf.safetensors_file import SafetensorsError, TensorEntry, read_header
@@ -23,6 +24,8 @@ DETAILS = "hf_quant_config.json"
 MOST_INDEX_BYTES, MOST_INDEX_VALUES = 16 << 20, 1_500_000
 # Bound for the length of a shard's file name; every file system accepts such names.
 MOST_NAME_LENGTH = 200
+# Bytes of a tensor that are compared at a time.
+COMPARED_BYTES = 8 << 20
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Files that serving reads; only tokenizer.json is required.
 TOKENIZER_FILES = (
@@ -122,6 +125,36 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
         f"{folder} has no weights", why=f"neither {SINGLE_NAME} nor {INDEX_NAME} is there",
         remedy="download the model again, as safetensors",
     )  # fmt: skip
+
+
+def check_tied_head(model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
+    """Raises InputDataError for a head that differs from the embedding of a model that ties the two: it was trained
+    apart, and transformers 5 does not tie it."""
+    if not model.tie_word_embeddings:
+        return
+    names = names_of(model)
+    head, table = (located.get(f"{name}.weight") for name in (names.head, names.embedding))
+    if head is not None and table is not None and not _equal(head, table):
+        raise InputDataError(
+            f"tensor '{head.entry.name}' in {head.path} is not the embedding, to which config.json ties it",
+            why="with the embedding as its head the model would give other answers",
+            remedy=f'set "tie_word_embeddings": false in config.json, or remove {head.entry.name} '
+            "if the model was not trained with it",
+        )
+
+
+def _equal(one: LocatedTensor, other: LocatedTensor) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if (one.entry.dtype, one.entry.shape) != (other.entry.dtype, other.entry.shape):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.entry.offset)
+        second.seek(other.entry.offset)
+        for done in range(0, one.entry.nbytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, one.entry.nbytes - done)
+            if first.read(size) != second.read(size):
+                return False
+    return True
 
 
 def require_tokenizer(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Inspection of a checkpoint folder, HF or TensorRT-LLM: content and problems, from headers and config only."""
+"""Inspection of a checkpoint folder, HF or TensorRT-LLM: content and problems, from headers and config.
+
+Of a tied model with a head of its own, head and embedding are compared too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, rank_file, rank_layout
 from trtpipe.engines.errors import InputDataError, TrtpipeError
-from trtpipe.engines.hf.folder import INDEX_NAME, LocatedTensor, locate_tensors, read_config_json, read_model_config
+from trtpipe.engines.hf.folder import (
+    INDEX_NAME,
+    LocatedTensor,
+    check_tied_head,
+    locate_tensors,
+    read_config_json,
+    read_model_config,
+)
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.hf.stored import MODELOPT, deviations, read_stored
 from trtpipe.engines.quantize import unified
@@ -98,6 +108,7 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
             quantization = {"quant_method": stored.method, **unified.summary(stored.quantization)}
             notes = (FOR_WHOM,) if stored.method == MODELOPT else ()
             problems += stored.faults(model, located) if located else []
+            check_tied_head(model, located)
         elif located:
             check_source(folder, model, located)
     except TrtpipeError as error:

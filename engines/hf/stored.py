@@ -20,7 +20,7 @@ from trtpipe.engines.families import families, names_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors, fp8_method
 from trtpipe.engines.hf.config_fields import ConfigFields
-from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, read_config_json
+from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, check_tied_head, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import compressed, unified
@@ -71,13 +71,15 @@ class Stored:
         # Without any scale of keys and values the runtimes use 1.
         if not scales & found.keys():
             layout = {name: allowed for name, allowed in layout.items() if name not in scales}
-        # Some folders store a head although the config ties it, and buffers of older exports; loaders read neither.
+        # Some folders store a copy of the embedding as the head of a tied model, and buffers of older exports; loaders
+        # read neither.
         head = f"{names.head}.weight" if model.tie_word_embeddings else ""
         read = {name: tensor for name, tensor in found.items() if name != head and not name.endswith(DERIVED_SUFFIX)}
         return deviations(read, layout)
 
     def check(self, where: str, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
-        """Raises InputDataError, naming `where`, for tensors that are not those that the config implies."""
+        """Raises InputDataError, naming `where`, for tensors that are not those that the config implies, and for a head
+        that differs from the embedding to which it ties it."""
         fault = next(self.faults(model, located), None)
         if fault is not None:
             raise InputDataError(
@@ -85,6 +87,7 @@ class Stored:
                 why=f"config.json says {self.describe()}",
                 remedy="download or export the model again",
             )
+        check_tied_head(model, located)
 
     def describe(self) -> str:
         """The quantization in words: `FP8 weights and an FP8 KV cache, stored by modelopt`."""

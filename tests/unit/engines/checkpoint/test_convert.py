@@ -25,6 +25,7 @@ from trtpipe.engines.checkpoint import convert as module
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.hf import folder as reader
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.pipeline.cli import app as cli
@@ -347,11 +348,32 @@ def test_a_tied_head_is_written_as_a_copy_of_the_embedding(tmp_path: Path) -> No
 def test_a_tied_models_head_is_its_embedding_also_on_the_last_stage(tmp_path: Path, family: dict[str, Any]) -> None:
     source = hf_folder(tmp_path / "hf", **family, tie_word_embeddings=True)
     tensors = hf_tensors(source)
-    # A head besides, as some folders have it, is read by nobody.
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    # A copy of it besides, as some folders have it.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_safetensors(source / "model.safetensors", tensors, "BF16")
     _, last = converted(source, tmp_path / "out", pp=2)
     assert np.array_equal(last["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_a_tied_models_other_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's merge of an adapter with modules_to_save leaves such a folder: transformers 5 does not tie its head."""
+    # The last 100 of the embedding's 19,200 bytes are a block of their own.
+    monkeypatch.setattr(reader, "COMPARED_BYTES", 19_100)
+    source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
+    tensors = hf_tensors(source)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[299, 31] += 1
+    write_safetensors(source / "model.safetensors", {**tensors, "lm_head.weight": head}, "BF16")
+    assert refusal(source, tmp_path / "out") == (
+        f"tensor 'lm_head.weight' in {source}/model.safetensors is not the embedding, to which config.json ties it: "
+        "with the embedding as its head the model would give other answers; "
+        'set "tie_word_embeddings": false in config.json, '
+        "or remove lm_head.weight if the model was not trained with it"
+    )
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (rank,) = converted(source, tmp_path / "untied")
+    assert np.array_equal(rank["lm_head.weight"], head)
 
 
 def test_sharded_input_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.factories import hf_folder, write_safetensors
+from tests.support.factories import hf_folder, read_tensors, write_safetensors
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.backends.base import METHODS
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.inspection import FOR_WHOM, Inspection, inspect
+from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import job
 from trtpipe.pipeline.cli import console
@@ -39,7 +41,6 @@ def quantized(source: Path, out: Path, quantization: Quantization, form: str = "
     import torch
 
     from trtpipe.engines.families import names_of
-    from trtpipe.engines.hf.folder import read_model_config
     from trtpipe.engines.quantize.scales import LayerScales, LinearScales, save_scales
     from trtpipe.engines.quantize.worker import work
 
@@ -246,23 +247,30 @@ def test_tensors_of_another_quantization_are_all_named(fp8_kv: Path, tmp_path: P
     assert len(problems) == 2 * (7 * 3 + 2)
 
 
-def test_a_tied_head_and_an_old_buffer_are_no_problem(tmp_path: Path) -> None:
+def test_a_copy_of_the_embedding_as_a_tied_head_and_an_old_buffer_are_no_problem(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
     folder = quantized(source, tmp_path / "out", Quantization(quant_algo=QuantAlgo.W8A16))
     stored = inspect(folder)
     assert stored.problems == ()
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    spare = {"lm_head.weight": (300, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
-    write_safetensors(
-        folder / "model-00002-of-00002.safetensors",
-        {name: np.zeros(shape, np.float32) for name, shape in spare.items()},
-        "F32",
-    )
+    table = read_tensors(folder / "model-00001-of-00002.safetensors")["model.embed_tokens.weight"]
+    spare = {"lm_head.weight": table, "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.uint16)}
+    write_safetensors(folder / "model-00002-of-00002.safetensors", spare, "BF16")
     files = {tensor.name: "model-00001-of-00002.safetensors" for tensor in stored.tensors}
     files |= dict.fromkeys(spare, "model-00002-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     found = inspect(folder)
     assert (found.mapping, found.problems) == ({"shards": 2, "index": True}, ())
+    # A head that was trained apart is one.
+    spare["lm_head.weight"] = table + 1
+    write_safetensors(folder / "model-00002-of-00002.safetensors", spare, "BF16")
+    (problem,) = inspect(folder).problems
+    told = "00002.safetensors is not the embedding, to which config.json ties it"
+    assert told in problem
+    quantization = read_stored(folder)
+    assert quantization is not None
+    with pytest.raises(InputDataError, match=told):
+        quantization.check("it", read_model_config(folder, quantized=True), locate_tensors(folder))
 
 
 def test_a_damaged_quantized_folder_still_shows_what_it_says_of_itself(fp8_kv: Path, tmp_path: Path) -> None:
