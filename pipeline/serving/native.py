@@ -15,7 +15,6 @@ from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.passport import Passport
 from trtpipe.engines.process import python_command
 from trtpipe.pipeline.execution.diagnosis import explain
-from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.serving import model_control, ports, server_log, tritonserver
 from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
@@ -54,7 +53,7 @@ def launch(
     spec = make(engine, port=port)
     image = server_image(options, passport) if spec.in_image else None
     if image is not None:
-        DockerExecutor(image).require()
+        tritonserver.fetch_image(image, show)
     log.parent.mkdir(parents=True, exist_ok=True)
     process = _start(spec, image, served, folder, log, options)
     endpoints = Endpoints(host=options.host, http=port, grpc=0, metrics=port)

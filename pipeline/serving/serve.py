@@ -18,7 +18,6 @@ from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
-from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions
@@ -160,7 +159,7 @@ def _launch(
         )  # fmt: skip
     else:
         image = server_image(options, passport)
-        DockerExecutor(image).require()
+        tritonserver.fetch_image(image, show)
         start = partial(
             tritonserver.start_docker,
             image, models, names, _container_reads(served, folder, store), endpoints, log,

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtpipe.engines.process import open_log, python_command, terminate, words_of
+from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.serving import owner_only
 from trtpipe.pipeline.serving.environment import without_secrets
 from trtpipe.pipeline.serving.ports import Endpoints
@@ -33,6 +34,18 @@ DRAIN_S = 15
 PROGRAM = "tritonserver"
 # Module of the process that stands for a server in Docker, and its time limit to remove the container by force.
 STAND_IN, REMOVE_SECONDS = "trtpipe.pipeline.serving.docker_server", 10.0
+
+
+def fetch_image(image: str, show: Callable[[str, str], None]) -> None:
+    """Have Docker pull an image that it lacks, before a server of it is started: that may take longer than a server has
+    to become ready. `show` gets the stage and its progress. Raises HostError."""
+
+    def progress(done: int, total: int) -> None:
+        show("pulling the image", f"{done / total:.0%} of {total / 1e9:.1f} GB" if total else "")
+
+    executor = DockerExecutor(image)
+    executor.require()
+    executor.prepare(progress)
 
 
 def start_local(

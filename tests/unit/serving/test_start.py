@@ -12,13 +12,16 @@ import pytest
 
 from tests.unit.engines.test_passport import passport
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.process import Progress
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.serving import serve, tritonserver
 from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure, server_image
 from trtpipe.pipeline.serving.ports import Endpoints
-from trtpipe.pipeline.serving.repositories import choose_server
+from trtpipe.pipeline.serving.repositories import Found, choose_server
 from trtpipe.pipeline.serving.server_log import STARTED, Loading
 from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.store.store import Store
 
 GATEWAY = GatewayOptions(models=(ServedModel(name="a", tokenizer=Path("/t")),), grpc_url="127.0.0.1:1")
 
@@ -96,6 +99,43 @@ def test_a_release_without_a_known_image_is_served_from_one_that_is_given() -> N
         server_image(LaunchOptions(), newest)
     assert server_image(LaunchOptions(image="ours:1"), newest) == "ours:1"
     assert server_image(LaunchOptions(), passport()) == passport().image
+
+
+class Docker:
+    """Docker on a machine without the image, whose pull is interrupted when 9 of 12 GB are there."""
+
+    def __init__(self, image: str) -> None:
+        assert image == "ours:1"
+
+    def require(self) -> str:
+        return "29.0"
+
+    def prepare(self, progress: Progress) -> None:
+        for done, total in ((0, 0), (3 * 10**9, 12 * 10**9), (9 * 10**9, 12 * 10**9)):
+            progress(done, total)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.loopback
+@pytest.mark.parametrize("front", ["triton", "native"])
+def test_an_image_is_pulled_before_the_server_is_started(
+    front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pull of an image takes longer than a server has to become ready."""
+    monkeypatch.setattr(tritonserver, "DockerExecutor", Docker)
+    (tmp_path / "a" / "tensorrt_llm" / "1").mkdir(parents=True)
+    (tmp_path / "a" / "tensorrt_llm" / "config.pbtxt").write_text('name: "tensorrt_llm"')
+    built = passport(runtime="trtllm_pytorch" if front == "native" else "tensorrt_llm")
+    options = LaunchOptions(front=front, image="ours:1", http=0, grpc=0, metrics=0, openai=0)
+    shown: list[tuple[str, str]] = []
+    with pytest.raises(KeyboardInterrupt):
+        serve._launch(
+            "a", [Found("a", tmp_path / "a")], [built], "docker", Store(tmp_path / "home"),
+            options if front == "native" else replace(options, openai=None), print, lambda *told: shown.append(told),
+        )  # fmt: skip
+    told = ["", "25% of 12.0 GB", "75% of 12.0 GB"]
+    assert shown == [("pulling the image", detail) for detail in told]
+    assert not list((tmp_path / "home" / "logs").glob("*"))
 
 
 @pytest.mark.parametrize("keyed", [False, True])
