@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -64,10 +67,15 @@ class LimitedClient(httpx.Client):
             event_hooks={"request": [self.check_request], "response": [self.check_response]},
         )
         self._https = https
+        self._backend = _Backend()
         for transport in (self._transport, *self._mounts.values()):
             if isinstance(transport, httpx.HTTPTransport):
                 # httpx has no parameter for a network backend, and its own timeouts apply to single reads.
-                transport._pool._network_backend = _Backend()
+                transport._pool._network_backend = self._backend
+
+    def end(self) -> None:
+        """End all connections: other threads that wait for them get AnswerRefused. Later requests open new ones."""
+        self._backend.end()
 
     def send(self, request: httpx.Request, *, stream: bool = False, **named: Any) -> httpx.Response:
         request.extensions = {**request.extensions, "trtpipe.stream": stream}
@@ -114,9 +122,19 @@ class _Body(httpx.SyncByteStream):
 class _Stream(httpcore.NetworkStream):
     """A connection on which a response has ANSWER_SECONDS, counted from the first read after a write."""
 
-    def __init__(self, inner: httpcore.NetworkStream) -> None:
+    def __init__(self, inner: httpcore.NetworkStream, backend: _Backend) -> None:
         self._inner = inner
+        self._backend = backend
         self._end: float | None = None
+        self._ended = False
+        backend.add(self)
+
+    def end(self) -> None:
+        """Called in another thread than the one that reads or writes, which closing would not wake."""
+        self._ended = True
+        with contextlib.suppress(OSError):  # it is closed already
+            # Not TLS's shutdown, which would wait for the peer.
+            socket.socket.shutdown(self._inner.get_extra_info("socket"), socket.SHUT_RDWR)
 
     def lengthen(self, seconds: float) -> None:
         assert self._end is not None
@@ -136,10 +154,19 @@ class _Stream(httpcore.NetworkStream):
             if left < stall:
                 raise AnswerRefused("its answer takes too long, or comes too slowly") from None
             raise httpcore.ReadTimeout(f"nothing came for {stall:.0f} seconds") from None
+        finally:
+            self._require_kept()
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._end = None
-        self._inner.write(buffer, STALL_SECONDS if timeout is None else timeout)
+        try:
+            self._inner.write(buffer, STALL_SECONDS if timeout is None else timeout)
+        finally:
+            self._require_kept()
+
+    def _require_kept(self) -> None:
+        if self._ended:  # also where the connection looks broken, after which a client would try again
+            raise AnswerRefused("its answer is no longer wanted") from None
 
     def close(self) -> None:
         self._inner.close()
@@ -147,15 +174,28 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        return _Stream(
-            self._inner.start_tls(ssl_context, server_hostname, CONNECT_SECONDS if timeout is None else timeout)
-        )
+        limit = CONNECT_SECONDS if timeout is None else timeout
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, limit), self._backend)
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
 
 
 class _Backend(httpcore.SyncBackend):
+    def __init__(self) -> None:
+        self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.add(stream)
+
+    def end(self) -> None:
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.end()
+
     def connect_tcp(
         self,
         host: str,
@@ -165,4 +205,4 @@ class _Backend(httpcore.SyncBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         limit = CONNECT_SECONDS if timeout is None else timeout
-        return _Stream(super().connect_tcp(host, port, limit, local_address, socket_options))
+        return _Stream(super().connect_tcp(host, port, limit, local_address, socket_options), self)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 from huggingface_hub import constants, get_session, set_client_factory
+from huggingface_hub.utils import _xet
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES, AnswerRefused, LimitedClient
@@ -38,6 +39,14 @@ def limit_hub() -> None:
     )  # its words about each attempt are many lines; what fails in the end is told in one
     hooks = get_session().event_hooks["request"]
     set_client_factory(lambda: HubClient(hooks))
+
+
+def end_requests() -> None:
+    """End what huggingface_hub transfers in other threads now, over HTTP and with hf_xet."""
+    client = get_session()
+    if isinstance(client, HubClient):
+        client.end()
+    getattr(_xet, "abort_xet_session", lambda: None)()  # older clients have none
 
 
 class HubClient(LimitedClient):

@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import io
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
 from trtpipe.pipeline.net.proxies import with_proxy
+from trtpipe.pipeline.sources.interrupts import interruptible
 
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 CONFIGS = ("config.json", DETAILS)
@@ -123,15 +125,25 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
 
 
 def _fetch(repo_id: str, commit: str, names: list[str], progress: Callable[[int, int], None], most: int | None) -> Path:
-    """Fetch the files that match `names`, of at most `most` bytes together."""
+    """Fetch the files that match `names`, of at most `most` bytes together. A signal does not wait for their end."""
     from huggingface_hub import snapshot_download
 
-    from trtpipe.pipeline.net.hub_client import limit_hub
+    from trtpipe.pipeline.net.hub_client import end_requests, limit_hub
 
     limit_hub()
+    ended = threading.Event()
+    reporter = _reporter(progress, most, ended)
+
+    def stop() -> None:
+        ended.set()
+        end_requests()
+
     with _explained(repo_id, commit):
-        reporter = _reporter(progress, most)
-        return Path(snapshot_download(repo_id, revision=commit, allow_patterns=names, tqdm_class=reporter))
+        return Path(
+            interruptible(
+                lambda: snapshot_download(repo_id, revision=commit, allow_patterns=names, tqdm_class=reporter), stop
+            )
+        )
 
 
 def check_access(repo_id: str, seconds: float) -> None:
@@ -273,9 +285,9 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
+def _reporter(progress: Callable[[int, int], None], most: int | None, ended: threading.Event | None = None) -> Any:
     """A tqdm class that draws nothing, reports the bytes on disk to `progress`, and ends a download of more than `most`
-    bytes with a HostError."""
+    bytes, and any once `ended` is set, with a HostError."""
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped
@@ -290,6 +302,8 @@ def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
 
         def update(self, n: float | None = 1) -> bool | None:
             changed: bool | None = super().update(n)
+            if ended is not None and ended.is_set():
+                raise HostError("the download was interrupted")
             if self._counts and most is not None and self.n > most:
                 raise HostError("the hub sends more than its list says", why=f"that is {most:,} bytes")
             if self._counts:

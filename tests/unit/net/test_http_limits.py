@@ -153,6 +153,21 @@ def test_limits_hold_on_every_way(way: str, tls: ssl.SSLContext, monkeypatch: py
                 client.get(url + "/slow")
 
 
+@pytest.mark.parametrize("way", ["plain", "tls"])
+def test_another_thread_ends_the_wait_for_an_answer(way: str, tls: ssl.SSLContext) -> None:
+    few = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nfew"
+    with (
+        serving(lambda request: drip([few], 20), tls=tls if way == "tls" else None) as address,
+        LimitedClient(https=way == "tls") as client,
+        client.stream("GET", f"{'https' if way == 'tls' else 'http'}://{address}/") as answer,
+    ):
+        pieces = answer.iter_raw()
+        assert next(pieces) == b"few"
+        threading.Timer(0.2, client.end).start()
+        with pytest.raises(AnswerRefused, match=r"^its answer is no longer wanted$"):
+            next(pieces)
+
+
 @pytest.mark.usefixtures("soon")
 def test_patience_gives_a_slow_answer_more_time() -> None:
     """A server that works before it answers."""

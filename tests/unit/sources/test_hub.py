@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,6 +379,69 @@ def test_offline_with_half_a_cache(server: Hub, files: dict[str, bytes], monkeyp
         hub.download(REPO, commit, ignore)
 
 
+def environment(server: Hub, home: Path) -> dict[str, str]:
+    """Of a process that talks to `server`."""
+    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        env.pop(name, None)
+    return env
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "status", "answer"),
+    [
+        pytest.param(signal.SIGTERM, 143, b"HTTP/1.1 200 OK\r\nContent-Length: 90000\r\n\r\nfew", id="stalled"),
+        pytest.param(
+            signal.SIGINT, 130, b"HTTP/1.1 429 Busy\r\nRetry-After: 60\r\nContent-Length: 0\r\n\r\n", id="busy"
+        ),
+    ],
+)
+def test_a_signal_does_not_wait_for_files_that_are_under_way(
+    server: Hub, files: dict[str, bytes], tmp_path: Path, number: int, status: int, answer: bytes
+) -> None:
+    commit = server.add(REPO, files)
+    begun, over = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[bytes]:
+        yield answer
+        begun.set()
+        over.wait(60)
+
+    server.changed = lambda asked, *_: (
+        pieces() if asked.method == "GET" and asked.path.endswith("/model.safetensors") else None
+    )
+    script = (
+        "import sys\n"
+        "from trtpipe.pipeline.cli.app import handle_signals\n"
+        "from trtpipe.pipeline.sources import hub\n"
+        "handle_signals()\n"
+        "try:\n"
+        f"    hub.download({REPO!r}, {commit!r}, lambda done, total: None)\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(130)\n"
+    )
+    env = environment(server, tmp_path / "hf")
+    snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny-llama" / "snapshots" / commit
+    with subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert begun.wait(60)
+            deadline = time.monotonic() + 60
+            while len(list(snapshot.glob("*"))) < len(WANTED) - 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, told = process.communicate(timeout=8)
+        finally:
+            process.kill()
+            over.set()
+    assert (process.returncode, told) == (status, "")
+    server.changed = None
+    server.asked.clear()
+    hub.download(REPO, commit, ignore)
+    assert server.fetched() == ["model.safetensors"], "files that are whole are kept"
+
+
 @pytest.mark.process
 def test_the_clients_own_variables_work_as_everywhere(server: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     commit = server.add(REPO, files, private=True)
@@ -385,10 +450,7 @@ def test_the_clients_own_variables_work_as_everywhere(server: Hub, files: dict[s
         f"commit = hub.resolve_commit({REPO!r}, 'main')\n"
         f"print(hub.download({REPO!r}, commit, lambda done, total: None))\n"
     )
-    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_granted",
-           "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        env.pop(name, None)
+    env = {**environment(server, tmp_path / "home"), "HF_TOKEN": "hf_granted"}
 
     def run(**more: str) -> str:
         done = subprocess.run(
