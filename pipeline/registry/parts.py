@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,15 +21,19 @@ from trtpipe.pipeline.registry.base import Moved
 PART = 32 << 20
 MAX_PARTS = 10_000
 AT_ONCE = 4
+# Seconds after which a wait begins anew: a signal that comes just before a wait does not end it.
+LOOK_SECONDS = 0.5
 # Bytes per second that a server may join once it has all parts.
 JOINED_PER_SECOND = 10_000_000
 
 
 class FilePart(io.RawIOBase):
-    """Bytes [start, start + size) of an open file, as a file object: they are sent without being held in memory."""
+    """Bytes [start, start + size) of an open file, as a file object: they are sent without being held in memory. None
+    can be read once `ended` is set."""
 
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, size: int, ended: threading.Event) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0
+        self._ended = ended
 
     def readable(self) -> bool:
         return True
@@ -37,6 +42,8 @@ class FilePart(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if self._ended.is_set():
+            raise OSError("the upload was interrupted")
         count = min(len(buffer), self._size - self._at)
         data = os.pread(self._file.fileno(), max(0, count), self._start + self._at)
         buffer[: len(data)] = data
@@ -58,10 +65,12 @@ class Parts:
         self._size = path.stat().st_size
 
     def upload(self, moved: Moved) -> None:
-        """`moved` is also called for bytes that are there already."""
+        """`moved` is also called for bytes that are there already. Parts under way are not waited for where one fails
+        or a signal comes."""
         upload = self._begun()
         there = self._there(upload) if upload else {}
         upload = upload or self._call("create_multipart_upload", Key=self._key)["UploadId"]
+        ended = threading.Event()
 
         def sent(number: int) -> dict[str, Any]:
             start = (number - 1) * PART
@@ -71,19 +80,33 @@ class Parts:
                 with self._path.open("rb") as file:
                     held = self._call(
                         "upload_part", Key=self._key, UploadId=upload, PartNumber=number, size=size,
-                        Body=FilePart(file, start, size),
+                        Body=FilePart(file, start, size, ended),
                     )  # fmt: skip
             return {"PartNumber": number, "ETag": held["ETag"]}
 
+        outcomes: list[Future[dict[str, Any]]] = [Future() for _ in range(0, self._size, PART)]
+        left = iter(enumerate(outcomes, 1))
+
+        def work() -> None:
+            for number, outcome in left:
+                try:
+                    outcome.set_result(sent(number))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
         parts: list[dict[str, Any]] = []
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            try:
-                for part in pool.map(sent, range(1, -(-self._size // PART) + 1)):
-                    parts.append(part)
-                    moved(min(PART, self._size - (len(parts) - 1) * PART))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        try:
+            # Threads that the end of the command does not wait for, as it would for those of a ThreadPoolExecutor.
+            for _ in range(AT_ONCE):
+                threading.Thread(target=work, daemon=True).start()
+            for outcome in outcomes:
+                while not outcome.done():
+                    wait([outcome], LOOK_SECONDS)
+                parts.append(outcome.result())
+                moved(min(PART, self._size - (len(parts) - 1) * PART))
+        except BaseException:
+            ended.set()
+            raise
         with patience(self._size / JOINED_PER_SECOND):
             self._call("complete_multipart_upload", Key=self._key, UploadId=upload, MultipartUpload={"Parts": parts})
 

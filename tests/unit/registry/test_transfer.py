@@ -11,6 +11,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -491,6 +494,42 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
     assert b"".join(there.read(blob)) == data
     assert b"".join(there.read(blob, 70_000)) == data[70_000:]
     assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
+
+
+def test_a_signal_does_not_wait_for_parts_that_s3_does_not_take(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(11 << 20))
+    begun, over = threading.Event(), threading.Event()
+
+    def talk(request: Request) -> Iterator[bytes]:
+        if request.method == "PUT":
+            begun.set()
+            over.wait(60)
+        name = "ListMultipartUploadsResult" if request.method == "GET" else "InitiateMultipartUploadResult"
+        yield Answer(200, {}, f"<{name}><UploadId>1</UploadId></{name}>".encode()).wire()
+
+    script = (
+        "from pathlib import Path\n"
+        "from trtpipe.pipeline.cli.app import handle_signals\n"
+        "from trtpipe.pipeline.registry import parts, s3\n"
+        "from trtpipe.pipeline.registry.address import open_registry\n"
+        "from trtpipe.pipeline.registry.base import Blob\n"
+        "handle_signals()\n"
+        "parts.PART = s3.PART = 5 << 20\n"
+        "open_registry('s3://models/x').put(Blob('0' * 64, 11 << 20), Path('file'), lambda nbytes: None)\n"
+    )
+    with serving(talk) as address:
+        env = {**os.environ, "AWS_ENDPOINT_URL": f"http://{address}", "AWS_ACCESS_KEY_ID": "one",
+               "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert begun.wait(60)
+                process.terminate()
+                _, told = process.communicate(timeout=8)
+            finally:
+                process.kill()
+                over.set()
+    assert (process.returncode, told) == (143, "")
 
 
 DATA = random.Random(1).randbytes(1_000_000)
