@@ -346,6 +346,7 @@ class _Session:
         from trtpipe.pipeline.api.build import build
         from trtpipe.pipeline.api.serve import serve
         from trtpipe.pipeline.bench.results.files import write_report
+        from trtpipe.pipeline.bench.results.summary import unknown_objective
         from trtpipe.pipeline.tune.study import Run
 
         search_s = self._search_s(number, repeat)
@@ -372,6 +373,9 @@ class _Session:
             raise report.interruption()
         if report.broken is not None:
             raise report.broken
+        unknown = unknown_objective(report)
+        if unknown is not None:
+            self._note(unknown)
         file = folder / f"round{number + 1}.{repeat + 1}.json"
         write_report(report, file)
         seconds = time.monotonic() - begun

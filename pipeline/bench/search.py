@@ -32,7 +32,7 @@ class Search:
 
     goal        max-rate: the statistics of all requests meet every objective
                 max-goodput: at least `attainment` of the requests do, each by its own values (DistServe's goodput), and
-                the load point meets the objectives of metrics with one value
+                the load point meets the objectives of metrics with one value; an objective without a value is missed
     load        how requests arrive; its rate is where the search begins
     known       whether the user gave that rate; otherwise the server's own time for one request determines it
     precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
@@ -67,7 +67,8 @@ class Search:
         rows, passed, worst = slo["objectives"], slo["met"], 0.0
         if self.goal == "max-goodput":
             missed, spared = 1 - slo["attainment"], 1 - self.attainment
-            rows = [row for row in rows if row["statistic"] == VALUE]  # a request has no value of its own in these
+            # A request has no value of its own in these; a metric without any value was not measured.
+            rows = [row for row in rows if row["statistic"] == VALUE or row["value"] is None]
             passed, worst = missed <= spared and all(row["met"] for row in rows), missed / spared
         for row in rows:
             worst = max(worst, Objective(row["metric"], row["statistic"], row["limit"]).excess(row["value"]))

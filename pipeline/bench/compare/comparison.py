@@ -21,6 +21,7 @@ from trtpipe.pipeline.bench.compare.differences import differences
 from trtpipe.pipeline.bench.compare.pairing import Place, Side, add_whole_run_rates, match
 from trtpipe.pipeline.bench.compare.rows import COST, POINTS, better, rows
 from trtpipe.pipeline.bench.results.metric import VALUE
+from trtpipe.pipeline.bench.results.metrics import find
 
 if TYPE_CHECKING:
     import numpy as np
@@ -201,12 +202,14 @@ def compare(
             told = f"{lacks} at {place.name} cannot be judged: it was not measured"
             judgement = Judgement(condition=condition.text, place=place.name, letter=lacks, fired=None, told=told)
             judgements += [] if judgement in judgements else [judgement]
+    from_records = {letter: side.has_records for letter, side in sides.items()}
+    left_out = [f"{letter}: only its summaries are compared: {s.too_many}" for letter, s in sides.items() if s.too_many]
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
-        warnings=(*differences({letter: side.report for letter, side in sides.items()}), *unlike, *warnings),
+        warnings=(*differences({letter: side.report for letter, side in sides.items()}), *left_out, *unlike, *warnings),
         rows=tuple(compared),
         judgements=tuple(judgements),
-        from_records={letter: side.has_records for letter, side in sides.items()},
+        from_records=from_records,
         repeated=all(len(load_points) > 1 for place in places for load_points in place.load_points.values()),
     )
 
@@ -314,6 +317,10 @@ def _outcome(
         if any(point["stopped"] or point["interrupted"] for point in load_points):
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
+        for one in needed:
+            count, kind = sides[one].unknown(place.load_points[one], metric), find(metric)
+            if count and kind is not None:
+                return None, f"cannot be judged: the {kind.short} of {count} requests of {one} is unknown"
         values = [sides[x].value(place.load_points[x], metric, condition.statistic) for x in needed]
         base, value = values[0], values[-1]
         if not condition.relative and value is not None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.results.metrics import distributions
 from trtpipe.pipeline.bench.results.slo import Objective
 
 # Targets and numbers of repeats may differ; loads are compared per load point, tokenizers by their digest.
 _NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder", "log_samples")
+# Files among the options: named without their folders, and compared by their digests.
+_FILES = ("work.prompts", "work.sharegpt", "work.trace")
+# How long a load is measured: compared over all loads of a report, since matching load points may differ in it.
+_SPANS = ("requests", "duration_s", "warmup_s", "warmup_fraction", "cooldown_s", "cooldown_fraction")
 # Compared facts of the machine that sent the load.
 _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more than this share are reported.
@@ -31,14 +37,14 @@ def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
 def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Differences between the repeats of one load point, by the letters of their reports."""
     out = []
-    for metric in ("input_sequence_length", "output_sequence_length"):
+    for length in ("input_sequence_length", "output_sequence_length"):
         means = {
-            letter: _mean([point["metrics"].get(metric, {}).get("mean") for point in mine])
+            letter: _mean([point["metrics"].get(length, {}).get("mean") for point in mine])
             for letter, mine in load_points.items()
         }
         known = [mean for mean in means.values() if mean is not None]
         if known and max(known) > min(known) * (1 + LENGTH_SHARE):
-            out.append(f"{place}: mean {metric}: {_sides(means)}")
+            out.append(f"{place}: mean {length}: {_sides(means)}")
     sources = {
         letter: ", ".join(dict.fromkeys(point["token_count_source"] or "nobody" for point in mine))
         for letter, mine in load_points.items()
@@ -49,6 +55,10 @@ def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[s
         for point in mine:
             if point["stopped"] or point["interrupted"]:
                 out.append(f"{place}: {letter} ended early: {point['stopped'] or 'interrupted'}")
+            for metric in distributions():
+                count, of = point.get("unknown_requests", {}).get(metric.name), point["requests"].get("succeeded")
+                if count:
+                    out.append(f"{place}: the {metric.short} of {count} of {of} requests of {letter} is unknown")
             if point["wrong_length"]:
                 out.append(f"{place}: {letter} has {point['wrong_length']} answers of another length than asked for")
     return out
@@ -81,25 +91,46 @@ def _measured(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     yield from _differing_keys("engine", engines, told_by_all=False)
     if engines and len(engines) < len(reports):
         yield f"engine: {', '.join(letter for letter in reports if letter not in engines)} {UNTOLD}"
+    files = {letter: _files(report) for letter, report in reports.items() if report.get("work_sha256") is not None}
+    if len(files) == len(reports):
+        yield from _differing_keys("file", files, told_by_all=False)
     for key in ("repository_sha256", "tokenizer_sha256", "seed"):
         yield from _differing(key, {letter: report.get(key) for letter, report in reports.items()})
 
 
+def _files(report: dict[str, Any]) -> dict[str, str]:
+    """Digests of the files that the load was made from, by the files' names."""
+    named: dict[str, list[str]] = {}
+    for file, sha256 in report["work_sha256"].items():
+        named.setdefault(PurePath(file).name, []).append(str(sha256))
+    return {name: ", ".join(sorted(digests)) for name, digests in named.items()}
+
+
 def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    options = {
-        letter: {
-            key: _objectives(value) if key == "objectives" else value
-            for key, value in _flat(report["options"]).items()
-            if key not in _NOT_COMPARED
-        }
-        for letter, report in reports.items()
-    }
+    options = {letter: _options(report) for letter, report in reports.items()}
     # Tools name their options differently, so an option that only one tool has is no difference.
     alike = len({_tool(report) for report in reports.values()}) == 1
     yield from _differing_keys("option", options, told_by_all=not alike)
     hosts = {letter: report.get("host") or {} for letter, report in reports.items()}
     for key in _HOST:
         yield from _differing(f"client's {key}", {letter: host.get(key) for letter, host in hosts.items()})
+
+
+def _options(report: dict[str, Any]) -> dict[str, Any]:
+    out = {key: value for key, value in _flat(report["options"]).items() if key not in _NOT_COMPARED}
+    if "objectives" in out:
+        out["objectives"] = _objectives(out["objectives"])
+    for key in _FILES:
+        if isinstance(out.get(key), str) and out[key] in (report.get("work_sha256") or {}):
+            out[key] = PurePath(out[key]).name
+    loads = report["options"].get("loads")
+    if isinstance(loads, list) and all(isinstance(load, dict) for load in loads):
+        for key in _SPANS:
+            values = {
+                "none" if load.get(key) is None else json.dumps(_plain(load[key])): load.get(key) for load in loads
+            }
+            out[f"loads.{key}"] = next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
+    return out
 
 
 def _objectives(value: Any) -> Any:

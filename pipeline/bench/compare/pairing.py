@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import InputDataError
@@ -16,7 +16,7 @@ from trtpipe.pipeline.bench.compare.differences import load_differences, load_po
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 from trtpipe.pipeline.bench.compare.rows import COST, WHOLE_RUN
 from trtpipe.pipeline.bench.results.metric import VALUE
-from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.records import Records, TooManyToCompare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,11 +37,12 @@ class Place:
 
 
 class Side:
-    """One report, its requests, and resamples of its figures."""
+    """One report, its requests, and resamples of its figures. `too_many`: why its requests are left out, "" if not."""
 
     def __init__(self, path: Path, price: float | None, seed: tuple[int, ...]) -> None:
         self.path = path
         self.price = price
+        self.too_many = ""
         self.report = read_report(path)
         self._seed = seed
         self._resamplers: dict[int, Resampler] = {}
@@ -56,7 +57,11 @@ class Side:
 
     @cached_property
     def _requests(self) -> dict[int, Records]:
-        return request_files.by_load_point(read_records(self.path, self.report) or ())
+        try:
+            return request_files.by_load_point(read_records(self.path, self.report) or ())
+        except TooManyToCompare as error:
+            self.too_many = str(error)
+            return {}
 
     @property
     def has_records(self) -> bool:
@@ -84,6 +89,10 @@ class Side:
             return cost
         found = [self.load_points[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
         return None if not found or None in found else sum(found) / len(found)
+
+    def unknown(self, numbers: Sequence[int], metric: str) -> int:
+        """Number of requests whose values of the metric nobody tells; 0 in a report that does not say."""
+        return sum(self.load_points[number].get("unknown_requests", {}).get(metric, 0) for number in numbers)
 
     def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
         """The value over resamples; None where it cannot be computed from the requests."""
@@ -204,6 +213,8 @@ def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
             for key, value in point["load"].items()
             if value is not None
         }
+        if isinstance(load.get("trace"), str):  # the same file may be in another folder; its digest is compared
+            load["trace"] = PurePath(load["trace"]).name
         key = (point["protocol"] if by_protocol else "", json.dumps(load, sort_keys=True))
         out.setdefault(key, []).append(number)
     return out
@@ -222,4 +233,4 @@ def _core(key: _Key) -> tuple[Any, ...]:
     """Family of a protocol, and a load without its minor settings."""
     load = json.loads(key[1])
     amount = "concurrency" if load["kind"] == "closed" else "rate"
-    return (_FAMILIES.get(key[0], key[0]), *(load.get(name) for name in ("kind", amount, "arrivals")))
+    return (_FAMILIES.get(key[0], key[0]), *(load.get(name) for name in ("kind", amount, "arrivals", "speedup")))

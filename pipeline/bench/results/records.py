@@ -116,6 +116,10 @@ class Records:
             }
 
 
+class TooManyToCompare(InputDataError):
+    """A load point has more requests or tokens than can be computed with."""
+
+
 class Columns:
     """Builder of Records from values of `Records.objects`, or from another tool's requests in that form, in which any
     number may be None (NONE here). It takes one request at a time: as objects they would need fifty times the memory.
@@ -132,7 +136,7 @@ class Columns:
         self._counted = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Raises InputDataError for more requests or tokens than can be computed with."""
+        """Raises TooManyToCompare."""
         failure = line["failure"] and Failure(line["failure"]["kind"], line["failure"]["message"])
         stamps = [] if failure else line["stamps_ns"]
         tokens = [NONE] * len(stamps) if line["tokens"] is None else line["tokens"][: len(stamps)]
@@ -147,7 +151,7 @@ class Columns:
         self._offsets.append(len(self._stamps))
         self._counted += max(0, sum(tokens))
         if len(self._ids) > MOST_REQUESTS or self._counted > MOST_COUNTED + MOST_A_RESPONSE * len(self._stamps):
-            raise InputDataError(
+            raise TooManyToCompare(
                 f"a load point has {len(self._ids):,} requests and {self._counted:,} tokens, more than can be compared",
                 why=f"the bounds are {MOST_REQUESTS:,} requests, and {MOST_COUNTED:,} tokens and {MOST_A_RESPONSE} for "
                 "each response",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import Ended, TrtpipeError
-from trtpipe.pipeline.bench.results.metrics import definitions
+from trtpipe.pipeline.bench.results.metrics import definitions, distributions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
 from trtpipe.pipeline.bench.results.repeats import repeats
@@ -39,6 +39,7 @@ class LoadPointResult:
     window_s            seconds over which the rates are taken; None if there was no such time
     token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
     wrong_length        successful requests whose number of tokens differs from the requested one
+    unknown_requests    measured requests whose values of a metric nobody tells, by the names of such metrics
     metrics             as `statistics.load_point_metrics` gives them, and goodput
     slo                 None where no objective was given
     client, verdict     as `verdict.examine` gives them
@@ -67,6 +68,7 @@ class LoadPointResult:
     series: dict[str, Any] | None
     histograms: dict[str, Any]
     samples: Sequence[dict[str, Any]] = ()
+    unknown_requests: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,9 @@ def load_point_result(
         series=series(records),
         histograms=histograms(records),
         samples=samples,
+        unknown_requests={
+            metric.name: int(metric.unknown(records).sum()) for metric in distributions() if metric.unknown is not None
+        },
     )
 
 

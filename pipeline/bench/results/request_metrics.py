@@ -67,14 +67,16 @@ def _token_gaps(records: Records) -> Values:
     return Values(values=np.repeat(gaps[known] / times, times), owners=np.repeat(owners[known], times))
 
 
-def counted_gaps(records: Records) -> tuple[int, int]:
-    """(number of measured requests with token gaps, number of those with gaps between responses). They differ where
-    some responses carried several tokens and the server does not tell how many."""
+def _unknown_token_gaps(records: Records) -> NDArray[np.bool_]:
+    """Which good requests have gaps between responses but none between tokens, since the server does not tell how many
+    tokens each response had."""
     import numpy as np
 
     _, tokens, owners = _gaps(records)
-    measured = records.measured()[owners]
-    return len(np.unique(owners[measured & (tokens > 0)])), len(np.unique(owners[measured]))
+    unknown = np.zeros(len(records), dtype=np.bool_)
+    unknown[owners] = True
+    unknown[owners[tokens > 0]] = False
+    return unknown
 
 
 def _time_per_output_token(records: Records) -> Values:
@@ -150,6 +152,7 @@ REQUEST_METRICS = (
         ),
         undefined="no successful request with two responses, or nobody says how many tokens each had",
         values=_token_gaps,
+        unknown=_unknown_token_gaps,
     ),
     Distribution(
         name="time_per_output_token",

@@ -1,10 +1,11 @@
 """Service level objectives such as `ttft:p99<200ms`: whether a load point meets them, and its goodput under them.
 
 An objective is met when the statistic over all measured requests is on the better side of the limit, and the share of
-failed requests is no larger than what the percentile leaves out (1% for a p99, none for a mean). A request is good when
-its own value is on that side: its time to first token, its latency, its time per output token, or the same statistic of
-its token or chunk gaps. A failed request is not good. Objectives of a metric with one value, such as `acceptance>60%`,
-are about the load point as a whole, and say nothing about a request.
+requests that failed, or whose values nobody tells, is no larger than what the percentile leaves out (1% for a p99, none
+for a mean). A request is good when its own value is on that side: its time to first token, its latency, its time per
+output token, or the same statistic of its token or chunk gaps. A failed request is not good, nor is one whose values
+nobody tells. Objectives of a metric with one value, such as `acceptance>60%`, are about the load point as a whole, and
+say nothing about a request.
 """
 
 from __future__ import annotations
@@ -160,17 +161,21 @@ def judge(
     # Warm-up requests are in no statistic, but those that end within the window count as throughput.
     everything = replace(records, warmup=np.zeros(len(records), dtype=np.bool_))
     good = everything.good()
-    failing = float(records.failed[records.measured()].mean()) if records.measured().any() else 0.0
+    measured, failed = records.measured(), records.failed
     rows = []
     for objective in objectives:
-        kind = objective.kind
+        kind, missing = objective.kind, failed
         if isinstance(kind, Distribution):
             found = kind.values(everything)
-            value = _statistic(found.values[records.measured()[found.owners]], objective)
-            # A request without a value, such as the gaps of a single token, does not violate the objective.
+            value = _statistic(found.values[measured[found.owners]], objective)
+            # A request that has no value, such as the gaps of a single token, does not violate the objective.
             good &= ~objective.missed_by(_own(found.values, found.owners, objective, len(records)))
+            if kind.unknown is not None:
+                missing = missing | kind.unknown(everything)
+                good &= ~missing
         else:
             value = figures.get(kind.name, {}).get(VALUE)
+        share = float(missing[measured].mean()) if measured.any() else 0.0
         rows.append(
             {
                 "metric": objective.metric,
@@ -178,10 +183,9 @@ def judge(
                 "limit": objective.limit,
                 "unit": kind.unit,
                 "value": value,
-                "met": value is not None and not objective.missed_by(value) and failing <= objective.spares,
+                "met": value is not None and not objective.missed_by(value) and share <= objective.spares,
             }
         )
-    measured = int(records.measured().sum())
     rates: dict[str, float | None] = {"request_goodput": None, "token_goodput": None}
     if window is not None:
         inside = good & (records.end > window.start_ns) & (records.end <= window.stop_ns)
@@ -190,7 +194,7 @@ def judge(
     return Outcome(
         objectives=rows,
         met=all(row["met"] for row in rows),
-        attainment=float((good & records.measured()).sum()) / measured if measured else None,
+        attainment=float((good & measured).sum()) / int(measured.sum()) if measured.any() else None,
         request_goodput=rates["request_goodput"],
         token_goodput=rates["token_goodput"],
     )

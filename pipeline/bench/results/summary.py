@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtpipe.engines.errors import StageFailed, TrtpipeError
+from trtpipe.pipeline.bench.results.metrics import judged
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
-from trtpipe.pipeline.bench.results.request_metrics import counted_gaps
 
 # A clock is slewed by less than this during a load point: a larger step means that it was set.
 CLOCK_STEP_MS = 100.0
@@ -34,24 +34,38 @@ def notes(report: BenchReport) -> Iterator[str]:
     for result in report.results:
         for line in _of_load_point(result):
             yield f"{result.protocol}, {result.label}: {line}"
-    for result, records in zip(report.results, report.records, strict=False):
-        counted, asked = counted_gaps(records)
-        if 0 < counted < asked:
-            yield (
-                f"{result.protocol}, {result.label}: ITL is that of {counted} of {asked} requests: of the others "
-                "the server does not tell how many tokens each response had"
-            )
     again = report.said_again()
     if again is not None:
         yield again
+
+
+def unknown_objective(report: BenchReport) -> str | None:
+    """Note on the first load point where nobody tells the values of some requests for an objective; None for none."""
+    names = (one["metric"] for one in report.options.get("objectives", ()))
+    lines = (_unknown(result, name) for name in names for result in report.results if result.unknown_requests.get(name))
+    return next(lines, None)
+
+
+def _unknown(result: LoadPointResult, metric: str) -> str:
+    count, succeeded = result.unknown_requests[metric], result.requests["succeeded"]
+    is_objective = any(one["metric"] == metric for one in (result.slo or {}).get("objectives", ()))
+    missed = "; they count as missing its objective, and tpot needs no such number" if is_objective else ""
+    return (
+        f"the {judged()[metric].short} of {count} of {succeeded} requests is unknown: the server does not tell how "
+        f"many tokens each response had{missed}"
+    )
 
 
 def _of_load_point(result: LoadPointResult) -> Iterator[str]:
     said = (result.server or {}).get("output_tokens")
     if said and said["agree"] is False:
         yield f"the server counted {said['server']} tokens, the client {said['client']}"
+    for name, count in result.unknown_requests.items():
+        if count:
+            yield _unknown(result, name)
     for objective in (result.slo or {}).get("objectives", ()):
-        if objective["value"] is None and result.requests["succeeded"]:
+        unknown = result.unknown_requests.get(objective["metric"])
+        if objective["value"] is None and result.requests["succeeded"] and not unknown:
             yield f"{objective['metric']} could not be measured: its objective is missed, and goodput leaves it out"
     step = result.client["clock_step_ms"]
     if abs(step) > CLOCK_STEP_MS:

@@ -141,7 +141,8 @@ def test_when_a_rate_is_decided(runs: str, repeats: int, decided: bool, passed: 
 
 def slo(attainment: float | None, *values: float | None, met: bool = True) -> dict[str, Any]:
     asked = {"metric": "time_to_first_token", "statistic": "p99", "limit": 100.0}
-    return {"attainment": attainment, "met": met, "objectives": [{**asked, "value": value} for value in values]}
+    rows = [{**asked, "value": value, "met": value is not None and value < 100} for value in values]
+    return {"attainment": attainment, "met": met, "objectives": rows}
 
 
 def test_what_a_load_point_means_for_each_goal() -> None:
@@ -153,6 +154,8 @@ def test_what_a_load_point_means_for_each_goal() -> None:
         assert (found.passed, found.served) == (passed, None)
         assert found.excess == pytest.approx(excess)
     assert not good.trial(slo(None), False).passed
+    # A metric of which no request has a value was not measured.
+    assert good.trial(slo(1.0, 20.0, None, met=False), False) == Trial(passed=False, excess=math.inf)
     assert not search().trial(slo(1.0, 1.0), True).passed  # it ended before its time
     assert not search().trial(None, False).passed
 

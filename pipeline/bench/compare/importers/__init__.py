@@ -49,13 +49,15 @@ REPORT: dict[str, tuple[type, ...]] = {
 # Keys that a report may have besides these.
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "tool": (dict, _NONE), "notes": (list,), "broken": (str, _NONE), "records_sha256": (str, _NONE),
+    "work_sha256": (dict, _NONE),
 }  # fmt: skip
 LOAD_POINT: dict[str, tuple[type, ...]] = {
     "protocol": (str,), "label": (str,), "load": (dict,), "requests": (dict,), "metrics": (dict,), "verdict": (dict,),
     "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
 }  # fmt: skip
 LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
-# A load point may have samples, which a comparison does not use.
+# What a load point may have besides these. A comparison does not use samples.
+POINT_OPTIONAL: dict[str, tuple[type, ...]] = {"samples": (list,), "unknown_requests": (dict,)}
 SAMPLE: dict[str, tuple[type, ...]] = {
     "id": (str,), "prompt": (str,), "prompt_characters": (int,), "answer": (str,), "answer_characters": (int,),
 }  # fmt: skip
@@ -118,8 +120,9 @@ def _faults(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _load_point_faults(point: Any, where: str) -> Iterator[str]:
     yield from _unlike(point, LOAD_POINT, where)
-    samples = point.get("samples", [])
-    yield from _unlike({"samples": samples}, {"samples": (list,)}, where)
+    yield from _unlike(point, {name: kinds for name, kinds in POINT_OPTIONAL.items() if name in point}, where)
+    samples, unknown = point.get("samples", []), point.get("unknown_requests", {})
+    yield from _unlike(unknown, dict.fromkeys(unknown, (int,)), f"unknown_requests of {where}")
     yield from _unlike(point["load"], LOAD, f"the load of {where}")
     yield from _unlike_verdict(point["verdict"], f"the verdict of {where}")
     for sample in samples:

@@ -174,6 +174,21 @@ def test_without_requests_nothing_is_said_of_significance(tmp_path: Path) -> Non
     assert found.summary() == ["B against A: from summaries, no significance: the requests of B are not at hand"]
 
 
+def test_of_more_requests_than_can_be_resampled_the_summaries_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.bench.results.records.MOST_REQUESTS", 50)
+    a, b = (saved(tmp_path / name, lines(count, seed=1)) for name, count in (("a", 50), ("b", 51)))
+    found = compare([a, b], fail_if=["p50_ttft > 2x"])
+    assert found.warnings == (
+        "B: only its summaries are compared: a load point has 51 requests and 408 tokens, more than can be compared: "
+        "the bounds are 50 requests, and 4,000,000 tokens and 16 for each response",
+    )
+    assert found.from_records == {"A": True, "B": False}
+    assert [one.fired for one in found.judgements] == [False]
+    assert cell(found, "time_to_first_token", "p50").significant is None
+
+
 def test_one_run_of_each_does_not_say_what_differs_between_runs(tmp_path: Path) -> None:
     a, b = (saved(tmp_path / name, lines(50, seed=seed)) for seed, name in enumerate("ab"))
     (told,) = compare([a, b]).summary()
@@ -261,6 +276,25 @@ def test_loads_that_differ_in_small_things_meet_and_it_is_said(tmp_path: Path) -
     assert list(found.warnings) == ["grpc, 1 in flight: load warmup: A 1, B 2"]
 
 
+def test_a_trace_in_another_folder_is_the_same_load(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+
+    def traced(folder: str, *speedups: float) -> list[dict[str, Any]]:
+        load = {"kind": "open", "arrivals": "trace", "trace": f"{folder}/day.jsonl", "max_in_flight": None}
+        return [load_point(requests, load={**load, "speedup": by}, label=f"day.jsonl at {by:g}") for by in speedups]
+
+    a = save(tmp_path / "a", report(traced("/builds/1", 1.0, 2.0)))
+    b = save(tmp_path / "b", report(traced("/builds/2", 2.0, 1.0)))
+    found = compare([a, b], fail_if=["p99_ttft > 1.1x"])
+    assert found.warnings == ()
+    assert [(one.place, one.fired) for one in found.judgements] == [
+        ("grpc, day.jsonl at 1", False), ("grpc, day.jsonl at 2", False),
+    ]  # fmt: skip
+    # Another speed is another load.
+    once, faster = (save(tmp_path / f"{by}", report(traced("/builds/1", by))) for by in (1.0, 4.0))
+    assert compare([once, faster]).rows == ()
+
+
 def test_chat_is_one_of_the_openai_protocols(tmp_path: Path) -> None:
     requests = lines(20, seed=1)
     a = save(tmp_path / "a", report([load_point(requests), load_point(requests, protocol="openai")]))
@@ -344,6 +378,11 @@ def test_a_load_point_that_ended_early_has_not_passed(tmp_path: Path, early: dic
         (lambda value: value.update(options=[]), "options of the report is []"),
         (lambda value: value.update(engine=[3]), "engine of the report is [3]"),
         (lambda value: value.update(records=5), "records of the report is 5"),
+        (lambda value: value.update(work_sha256=5), "work_sha256 of the report is 5"),
+        (
+            lambda value: value["levels"][0].update(unknown_requests={"inter_token_latency": "few"}),
+            'inter_token_latency of unknown_requests of load point 0 is "few"',
+        ),
     ],
 )
 def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], told: str) -> None:
@@ -453,6 +492,49 @@ def test_objectives_that_differ_are_said_as_options(tmp_path: Path, objectives: 
     found = [report([load_point(lines(20, seed=1))], options={"objectives": value}) for value in (base, objectives)]
     (told,) = compare([save(tmp_path / name, one) for name, one in zip("ab", found, strict=True)]).warnings
     assert told.startswith(f"option objectives: A ttft:p99<200ms latency:p99<200ms, B {says}")
+
+
+def test_files_of_prompts_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
+    def measured(folder: str, digest: str, name: str = "ask.jsonl") -> Path:
+        file = f"{folder}/{name}"
+        options = {"work": {"prompts": file, "output_tokens": 8, "folder": folder}}
+        changes: dict[str, Any] = {"options": options, "work_sha256": {file: digest * 64}}
+        return save(tmp_path / f"{folder[1:]}{digest}{name}", report([load_point(lines(20, seed=1))], **changes))
+
+    here = measured("/one", "a")
+    assert compare([here, measured("/two", "a")]).warnings == ()
+    changed = "file ask.jsonl: A aaaaaaaaaaaa, B bbbbbbbbbbbb"
+    assert compare([here, measured("/one", "b")]).warnings == (changed,)
+    assert compare([here, measured("/two", "b")]).warnings == (changed,)
+    assert compare([here, measured("/two", "a", "say.jsonl")]).warnings == (
+        "file ask.jsonl: A aaaaaaaaaaaa, B has no entry",
+        "file say.jsonl: A has no entry, B aaaaaaaaaaaa",
+        "option work.prompts: A ask.jsonl, B say.jsonl",
+    )
+    # Without digests the paths are all there is.
+    old = save(
+        tmp_path / "old", report([load_point(lines(20, seed=1))], options={"work": {"prompts": "/one/ask.jsonl"}})
+    )
+    assert compare([old, old]).warnings == ()
+
+
+def test_loads_of_another_length_are_said(tmp_path: Path) -> None:
+    def measured(name: str, *loads: dict[str, Any]) -> Path:
+        return save(tmp_path / name, report([load_point(lines(20, seed=1))], options={"loads": list(loads)}))
+
+    closed = {"concurrency": 4, "requests": 400, "duration_s": None, "warmup": 1}
+    whole = measured("a", closed, {**closed, "concurrency": 1})
+    assert compare([whole, measured("b", closed)]).warnings == ()
+    assert compare([whole, measured("c", {**closed, "requests": 50})]).warnings == (
+        "option loads.requests: A 400, B 50",
+    )
+    assert compare([whole, measured("d", {**closed, "requests": None, "duration_s": 60.0})]).warnings == (
+        "option loads.requests: A 400, B has no entry", "option loads.duration_s: A has no entry, B 60",
+    )  # fmt: skip
+    opened = {"rate": 2.0, "requests": 400, "duration_s": None, "warmup_s": 5.0, "cooldown_fraction": None}
+    assert compare([whole, measured("e", closed, opened)]).warnings == (
+        "option loads.warmup_s: A has no entry, B 5, none",
+    )
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,27 @@ def test_a_repeat_without_a_value_is_not_passed_over(tmp_path: Path) -> None:
     assert "cannot be judged: no p99 of time_to_first_token" in str(found.refusal())
 
 
+def test_a_condition_on_itl_is_not_judged_by_the_few_requests_whose_itl_is_known(tmp_path: Path) -> None:
+    """The gate passed where the server came to send several tokens a response: the rest was faster than before."""
+    requests = lines(20, seed=1)
+    whole, few = (
+        load_point(requests, unknown_requests={"inter_token_latency": count}, token_count_source="usage")
+        for count in (0, 16)
+    )
+    a, b = save(tmp_path / "a", report([whole])), save(tmp_path / "b", report([few]))
+    found = compare([a, b], fail_if=["p99_itl > 1.1x", "p50_itl > 1s", "p99_tpot > 1.1x"])
+    assert [one.fired for one in found.judgements] == [None, None, False]
+    assert found.judgements[0].told == (
+        "B at grpc, 1 in flight cannot be judged: the ITL of 16 requests of B is unknown"
+    )
+    assert found.warnings == ("grpc, 1 in flight: the ITL of 16 of 20 requests of B is unknown",)
+    # Reports of 0.1 do not have the number.
+    old = save(tmp_path / "old", report([load_point(requests)]))
+    assert [one.fired for one in compare([old, a], fail_if=["p99_itl > 1.1x"]).judgements] == [False]
+    turned = compare([b, a], fail_if=["p99_itl > 1.1x", "p50_itl > 1s"])
+    assert [one.fired for one in turned.judgements] == [None, False]
+
+
 @pytest.mark.parametrize("where", ["load point", "report"])
 def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
     requests = lines(20, seed=1)

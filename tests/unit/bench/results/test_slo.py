@@ -249,6 +249,56 @@ def test_a_request_without_a_value_does_not_break_the_objective() -> None:
     assert judged(made(*rows), "itl:p50<60ms").attainment == pytest.approx(2 / 3)
 
 
+def told(*gaps: float) -> Row:
+    """A request whose responses have one token each, with these gaps."""
+    stamps = [sum(gaps[:number]) for number in range(len(gaps) + 1)]
+    return Row(stamps=stamps, tokens=[1] * len(stamps))
+
+
+def untold(gap: float, *, failed: str | None = None, warmup: bool = False) -> Row:
+    """A request of which nobody tells how many tokens its two responses had."""
+    return Row(stamps=(100, 100 + gap), output=9, failed=failed, warmup=warmup)
+
+
+@pytest.mark.parametrize(
+    ("objective", "unknown", "met", "attainment"),
+    [
+        ("itl:p90<30ms", 1, True, 0.9),
+        ("itl:p90<30ms", 2, False, 0.8),
+        ("itl:30ms", 1, False, 0.9),
+        ("itl:mean<30ms", 1, False, 0.9),
+        ("itl:30ms", 10, False, 0.0),
+        ("icl:30ms", 10, True, 1.0),
+        ("tpot:30ms", 10, True, 1.0),
+    ],
+)
+def test_what_nobody_measured_is_neither_met_nor_good(
+    objective: str, unknown: int, met: bool, attainment: float
+) -> None:
+    rows = [*[told(10, 10)] * (10 - unknown), *[untold(10)] * unknown]
+    found = judged(made(*rows), objective)
+    assert found.met is met
+    assert found.attainment == pytest.approx(attainment)
+    assert found.request_goodput == pytest.approx(10 * attainment)
+
+
+def test_failed_requests_and_those_without_known_gaps_share_what_a_percentile_leaves_out() -> None:
+    rows = [told(10)] * 8
+    assert judged(made(*rows, told(10), untold(10)), "itl:p90<30ms").met
+    assert judged(made(*rows, told(10), Row(failed="Timeout", end=9)), "itl:p90<30ms").met
+    assert not judged(made(*rows, untold(10), Row(failed="Timeout", end=9)), "itl:p90<30ms").met
+
+
+def test_a_single_token_and_the_warm_up_have_no_unknown_gaps() -> None:
+    rows = [told(10), Row(stamps=(100,), output=1), untold(10, warmup=True)]
+    found = judged(made(*rows), "itl:30ms")
+    assert (found.met, found.attainment, found.request_goodput) == (True, 1.0, 2.0)
+    result = load_point_result(
+        made(*rows, *[untold(10)] * 3), SECOND, SelfCheck(figures={}, reasons=[]), protocol="chat", label="", load={}
+    )
+    assert result.unknown_requests == {"inter_token_latency": 3}
+
+
 # Goodput
 
 

@@ -13,9 +13,8 @@ from tests.support.bench_records import Row, made
 from tests.support.bench_reports import LATE, lines, load_point
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
-from trtpipe.pipeline.bench.results.records import read_objects
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
-from trtpipe.pipeline.bench.results.summary import notes, refusal
+from trtpipe.pipeline.bench.results.summary import notes, refusal, unknown_objective
 from trtpipe.pipeline.bench.run import served
 from trtpipe.pipeline.bench.search import Found, Search
 
@@ -28,7 +27,8 @@ def result(**changes: Any) -> LoadPointResult:
 
 
 def report(*results: LoadPointResult, **changes: Any) -> BenchReport:
-    return BenchReport(command=[], options={}, tokenizer_sha256=None, started="", results=list(results), **changes)
+    made = {"command": [], "options": {}, "tokenizer_sha256": None, "started": "", **changes}
+    return BenchReport(results=list(results), **made)
 
 
 def test_of_a_quiet_run_there_is_nothing_to_say() -> None:
@@ -57,17 +57,16 @@ def test_what_a_load_point_has_to_say(changes: dict[str, Any], line: str) -> Non
 
 def test_itl_of_some_requests_is_told_as_such() -> None:
     """Over an OpenAI API a response may carry several tokens, as speculation makes them, and none says how many."""
-    requests = lines(5, seed=1)
-    whole = report(result(), records=[read_objects(requests)])
-    assert list(notes(whole)) == []
-    for one in requests[:3]:
-        one["tokens"] = None
-    requests[3]["warmup"] = True
-    some = report(result(), records=[read_objects(requests)])
-    assert list(notes(some)) == [
-        "grpc, 1 in flight: ITL is that of 1 of 4 requests: of the others the server does not tell how "
-        "many tokens each response had"
-    ]
+    assert list(notes(report(result(unknown_requests={"inter_token_latency": 0})))) == []
+    unknown = {"unknown_requests": {"inter_token_latency": 3}}
+    told = "the ITL of 3 of 4 requests is unknown: the server does not tell how many tokens each response had"
+    assert list(notes(report(result(**unknown)))) == [f"grpc, 1 in flight: {told}"]
+    objectives = [{"metric": "time_to_first_token", "value": 5.0}, {"metric": "inter_token_latency", "value": None}]
+    missed = report(result(**unknown, slo={"objectives": objectives}), options={"objectives": objectives})
+    told += "; they count as missing its objective, and tpot needs no such number"
+    assert list(notes(missed)) == [f"grpc, 1 in flight: {told}"]
+    assert unknown_objective(missed) == told
+    assert unknown_objective(report(result(**unknown), options={"objectives": objectives[:1]})) is None
 
 
 def test_notes_of_a_run_name_what_limits_its_figures() -> None:
