@@ -44,7 +44,8 @@ class TaskScore:
 
     @property
     def failure(self) -> str | None:
-        if self.original is None or self.max_drop is None or self.original - self.quantized <= self.max_drop:
+        # The difference of scores such as 0.8 and 0.7 is more than 0.1 in binary.
+        if self.original is None or self.max_drop is None or self.original - self.quantized <= self.max_drop + 1e-9:
             return None
         drop = f"{self.original - self.quantized:.4g} below the original's {self.original:.4g}"
         return f"{self.metric} of {self.task} is {self.quantized:.4g}, {drop}, and the task allows {self.max_drop:g}"

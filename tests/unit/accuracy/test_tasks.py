@@ -252,6 +252,9 @@ def test_a_score_that_has_dropped_too_far_fails_the_gate() -> None:
     assert all(text in page.render(failed) for text in row)
     # A better score fails nothing, nor does a worse one that no task judges.
     assert report(replace(score, max_drop=0.25)).failures == []
+    # 0.8 - 0.7 is more than 0.1 in binary.
+    assert report(replace(score, original=0.8, quantized=0.7, max_drop=0.1)).failures == []
+    assert report(replace(score, original=0.8, quantized=0.699, max_drop=0.1)).failures != []
     assert report(replace(score, quantized=1.0)).failures == []
     assert report(replace(score, max_drop=None)).failures == []
 
