@@ -329,7 +329,10 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         place = report or folders.claim(place)
         *_, page, _ = write_report(measured, place)
     if report is None:
-        folders.link_latest(place.parent)
+        try:
+            folders.link_latest(place.parent)
+        except HostError as error:  # the measurement must not be lost for that
+            console.note(str(error))
     if as_json:
         console.result_json(load_json(place))
     for line in summary.notes(measured):

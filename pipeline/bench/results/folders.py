@@ -48,7 +48,8 @@ def link_latest(folder: Path) -> None:
 
 def last_two() -> list[Path]:
     """Reports of the last two runs, the earlier first. Raises UsageError."""
-    found = [path for path in REPORTS.glob(f"*/{FILE}") if not path.parent.is_symlink()]
+    # A folder in place of the link to the latest is a copy.
+    found = [path for path in REPORTS.glob(f"*/{FILE}") if not path.parent.is_symlink() and path.parent.name != LATEST]
     if len(found) < 2:
         raise UsageError(
             f"there {'is 1 report' if found else 'are no reports'} in ./{REPORTS}, and two are compared",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.bench.monitors import server
 from trtpipe.pipeline.bench.options import BenchOptions, Target
+from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
 from trtpipe.pipeline.bench.selftest import OUTPUT_TOKENS, TTFT_S
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import servers, tritonserver
@@ -32,6 +34,44 @@ def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -
     api.check_place(tmp_path / "new" / "deep" / "report.json")
     # A run that fails before it has figures leaves no folders behind.
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_link_to_the_latest_that_cannot_be_made_is_a_note(
+    run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_folder / "reports" / "latest").mkdir(parents=True)
+    measured = BenchReport(command=[], options={}, tokenizer_sha256=None, started="")
+    monkeypatch.setattr(api, "measure", lambda *arguments: measured)
+    done = run("bench", "--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__, "--json")
+    assert (done.status, json.loads(done.out)["schema"]) == (0, SCHEMA)
+    assert "reports/latest cannot be made: Is a directory" in done.err
+
+
+@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-1\x7f", "schlüssel", "sk-\u4e00"])
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("TRTPIPE_API_KEY", key)
+    with pytest.raises(UsageError) as error:
+        api.headers()
+    assert str(error.value) == (
+        "the key in TRTPIPE_API_KEY has a control character or a letter outside ASCII: it is sent in an HTTP header; "
+        "give the key alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "headers"),
+    [
+        ("sk-1\n", {"Authorization": "Bearer sk-1"}),
+        (" sk-1\r\n", {"Authorization": "Bearer sk-1"}),
+        ("\n", {}),
+        ("", {}),
+    ],
+)
+def test_white_space_around_a_key_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, key: str, headers: dict[str, str]
+) -> None:
+    monkeypatch.setenv("TRTPIPE_API_KEY", key)
+    assert api.headers() == headers
 
 
 @pytest.mark.parametrize(

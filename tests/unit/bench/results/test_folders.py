@@ -57,6 +57,21 @@ def test_the_last_two_are_compared_the_earlier_first() -> None:
     assert folders.last_two() == [first, third]
 
 
+def test_a_folder_in_place_of_the_link_stays_and_is_no_run() -> None:
+    first = folders.claim(folders.new("a"))
+    first.touch()
+    copy = Path("reports/latest/report.json")
+    copy.parent.mkdir()
+    copy.touch()
+    with pytest.raises(HostError, match=r"^reports/latest cannot be made: Is a directory$"):
+        folders.link_latest(first.parent)
+    assert copy.is_file()
+    second = folders.claim(folders.new("b"))
+    second.touch()
+    os.utime(first, (5, 5))
+    assert folders.last_two() == [first, second]
+
+
 @pytest.mark.parametrize(("count", "told"), [(0, "there are no reports in ./reports"), (1, "there is 1 report in ")])
 def test_fewer_than_two_cannot_be_compared(count: int, told: str) -> None:
     for second in range(count):
