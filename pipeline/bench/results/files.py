@@ -85,8 +85,13 @@ def read_again(path: Path, tokenizer: Path | None = None, others: Iterable[Path]
         options = replace(options, tokenizer=same[0])
     then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
     for file, sha256 in then.items():
-        if digest(Path(file)) != sha256:
-            raise InputDataError(f"{file} is not what it was in {path}", remedy="bring it back, or measure anew")
+        remedy = "bring it back, or measure anew"
+        try:
+            same = digest(Path(file)) == sha256
+        except InputDataError as error:
+            raise InputDataError(error.what, why=error.why, remedy=remedy) from None
+        if not same:
+            raise InputDataError(f"{file} is not what it was in {path}", remedy=remedy)
     return options
 
 

@@ -191,6 +191,11 @@ def test_a_report_is_enough_to_measure_once_more(known: MockServerProcess, token
     prompts.write_text("hello\n", encoding="utf-8")
     with pytest.raises(InputDataError, match=r"prompts.txt is not what it was in .*report.json; bring it back"):
         read_again(place)
+    prompts.unlink()
+    with pytest.raises(
+        InputDataError, match=r"prompts.txt cannot be read: No such file or directory; bring it back, or"
+    ):
+        read_again(place)
 
 
 def test_samples_of_a_user_s_prompts_are_kept_where_that_is_asked_for(
