@@ -36,8 +36,9 @@ class OpenAiHttp:
     def find(cls, site: Site, model: str, *, chat: bool) -> OpenAiHttp:
         """Ask a server for its model; `site` is the API's base, http://host:9000/v1. Raises HostError, UsageError."""
         status, listing = site.ask("GET", "/models", "OpenAI-compatible server")
-        if status == 401:
-            raise key_refused(site.url, given="Authorization" in site.headers)
+        given = "Authorization" in site.headers
+        if status == 401 or (status == 403 and given):
+            raise key_refused(site.url, given=given)
         try:
             names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
         except (KeyError, TypeError):

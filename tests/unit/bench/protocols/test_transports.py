@@ -704,6 +704,11 @@ def test_a_server_of_another_protocol_is_refused(known: MockServerProcess, trans
         refused(UsageError, "asks for a key; give it in TRTPIPE_API_KEY", "completions", 0, server.port, wiring)
         keyed = replace(wiring, headers={"Authorization": "Bearer wrong"})
         refused(UsageError, "does not accept the key; give another in", "completions", 0, server.port, keyed)
+        # A proxy in front of the server says it so.
+        server.resources["GET", "/v1/models"] = (403, {"message": "Forbidden"})
+        refused(UsageError, "does not accept the key; give another in", "completions", 0, server.port, keyed)
+        telling = "is not an OpenAI-compatible server: GET /v1/models gives status 403 and no list"
+        refused(HostError, telling, "completions", 0, server.port, wiring)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
