@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,20 @@ LORA = "lora"
 RECORDED = {"target", "model", "settings", "values"}
 GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
 Layer = tuple[str, dict[str, Any]]
+# Labels of layers, beside recipes and the user's configuration: options, `trtpipe migrate`, exports, `trtpipe tune`.
+LABELS = (
+    "option", "--set", "--to", "the engine", "its repository", "its settings", "its passport", "export", "the target",
+)  # fmt: skip
+# Settings that no other value is derived from.
+APART = {"executor", "accept_accuracy", "tasks"}
+
+
+class Recorded(str):
+    """Label of a file that records settings; `derived` has the source of each value that no layer gave, by its dotted
+    name."""
+
+    __slots__ = ("derived",)
+    derived: dict[str, str]
 
 
 def recipe_layer(path: str) -> Layer:
@@ -50,8 +64,32 @@ def recipe_layer(path: str) -> Layer:
         raise UsageError(
             f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
         )
-    raw = read.read_yaml(file)
-    return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
+    raw, label = read.read_yaml(file), Recorded(f"recipe {file.name}")
+    if raw.keys() != RECORDED:
+        return str(label), raw
+    rows = raw["values"] if isinstance(raw["values"], list) else []
+    sources = {str(row.get("name")): str(row.get("source")) for row in rows if isinstance(row, dict)}
+    label.derived = {name: source for name, source in sources.items() if not _gives(source)}
+    return label, raw["settings"]
+
+
+def _gives(source: str) -> bool:
+    """Whether the source of a value is a layer."""
+    return source in LABELS or source.startswith("recipe ") or source.endswith("/config.toml")
+
+
+def below(recipe: Layer, others: Sequence[Layer]) -> Layer:
+    """The layer of a recipe below `others`. Of a file that records settings, all values hold where `others` add none,
+    so that it gives the same target again; else those that a layer gave, since the rest has to be derived anew."""
+    label, layer = recipe
+    added = {name for _, other in others for name, value in other.items() if value not in (None, {})} - APART
+    if not isinstance(label, Recorded) or not added:
+        return recipe
+    own = {name: value for name, value in layer.items() if name not in label.derived}
+    for group in own.keys() & GROUPS.keys():
+        if isinstance(own[group], dict):
+            own[group] = {key: value for key, value in own[group].items() if f"{group}.{key}" not in label.derived}
+    return label, own
 
 
 def set_layer(words: list[str]) -> Layer:

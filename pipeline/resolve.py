@@ -24,7 +24,7 @@ from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.precision import Precision, resolve_precision
 from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.engines.stored_precision import require_readable, stored_precision
-from trtpipe.pipeline.layers import LORA, SCALARS, Layer, merge
+from trtpipe.pipeline.layers import LORA, SCALARS, Layer, Recorded, merge
 from trtpipe.pipeline.planner.defaults import planned_sizes
 from trtpipe.pipeline.settings import (
     read_adapters,
@@ -139,7 +139,8 @@ def resolve(
         )
 
     def origin(name: str, otherwise: str = "default") -> str:
-        return chosen[name][1] if name in chosen else otherwise
+        label = chosen[name][1] if name in chosen else otherwise
+        return label.derived.get(name, str(label)) if isinstance(label, Recorded) else label
 
     itself = _source_origin(model_name, model)
     values = [

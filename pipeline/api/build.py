@@ -116,7 +116,7 @@ def resolved(layers: list[Layer]) -> BuildSpec:
 
 def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
-    from trtpipe.pipeline.layers import dotted_layer, recipe_layer
+    from trtpipe.pipeline.layers import below, dotted_layer, recipe_layer
 
     given: dict[str, Any] = {name: _plain(value) for name, value in options.items() if value is not None}
     recipe, assigned = given.pop("recipe", None), given.pop("set", {})
@@ -124,7 +124,8 @@ def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
         given["lora"] = {name: _plain(folder) for name, folder in given["lora"].items()}
     if "tasks" in given:
         given["tasks"] = [_plain(file) for file in given["tasks"]]
-    return [*([recipe_layer(recipe)] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
+    others = [("option", given), dotted_layer(dict(assigned))]
+    return [*([below(recipe_layer(recipe), others)] if recipe else []), *others]
 
 
 def _plain(value: Any) -> Any:

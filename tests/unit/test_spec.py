@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trtpipe
 from tests.support.factories import hf_folder
 from tests.support.golden import check_golden
 from trtpipe.configs import facts
@@ -359,6 +360,49 @@ def test_a_recipe_is_a_file_or_a_name_we_ship(in_folder: Path) -> None:
     assert str(caught.value) == (
         "no recipe 'smollm2-gpu': it is neither a file nor a recipe we ship; did you mean 'smollm2-cpu'?"
     )
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"runtime": "vllm"},
+        {"dtype": "bf16"},
+        {"dtype": "int4-awq"},
+        {"kv_cache": "none"},
+        {"gpu": "a100"},
+        {"tp": 2},
+        {"set": {"build.max_seq_len": 4096}},
+    ],
+)
+def test_recorded_settings_and_options_are_what_the_first_command_gives_with_these_options(
+    added: dict[str, Any], in_folder: Path
+) -> None:
+    """What was derived then may be impossible, or less than is possible, with the options."""
+    first: dict[str, Any] = {"model": "llama3-8b", "gpu": "h100", "accept_accuracy": True}
+    own = {"serving.max_queue_size": 7}
+    write_json(in_folder / "a.json", trtpipe.settings(**first, set=own).to_json())
+    # Built by a recorded file, a target still tells what was given.
+    write_json(in_folder / "b.json", trtpipe.settings(recipe="a.json").to_json())
+    direct = trtpipe.settings(**{**first, **added, "set": {**own, **added.get("set", {})}})
+    for recipe in ("a.json", "b.json"):
+        made = trtpipe.settings(recipe=recipe, **added)
+        assert made.to_json()["settings"] == direct.to_json()["settings"]
+        assert (made.target, sources(made)["serving.max_queue_size"]) == (direct.target, (7, f"recipe {recipe}"))
+
+
+def test_recorded_settings_alone_are_the_same_settings_again(in_folder: Path) -> None:
+    """Also of a version, or by measurements, with which other values would be derived."""
+    made = trtpipe.settings(model="llama3-8b", gpu="h100", set={"build.workers": 2}).to_json()
+    made["settings"]["build"]["max_batch_size"] = 77
+    write_json(in_folder / "a.json", made)
+    for added in ({}, {"executor": "docker", "accept_accuracy": True}):
+        again = trtpipe.settings(recipe="a.json", **added)
+        assert {**again.settings, "accept_accuracy": None} == {**made["settings"], "accept_accuracy": None}
+        found = sources(again)
+        assert found["build.max_batch_size"] == (77, "the plan: what h100 holds of sequences of 1024 tokens")
+        assert found["gpu"] == ("h100", "recipe a.json")
+        assert found["build.workers"] == (2, "recipe a.json")
+        assert found["build.max_seq_len"] == (2048, "default")
 
 
 def test_settings_of_an_earlier_version_that_are_refused_name_the_command_that_makes_them_anew(
