@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trtpipe.engines.errors import HostError, UsageError
 
@@ -19,6 +21,10 @@ LINK_FROM_BYTES = 1 << 20
 # Bytes of one write. ext4 keeps those of a larger one in pages of 2 MB, and where memory is fragmented the kernel may
 # spend ten times as long on making such a page as on copying into it.
 WRITE_BYTES = 512 << 10
+# Bytes that are copied at a time.
+COPIED_BYTES = 8 << 20
+# Linux's ioctl for a file that shares another's blocks until one of the two is written; linux/fs.h.
+FICLONE = 0x40049409
 # What the operating system says of a disk or a quota that is full, in messages of programs and libraries.
 FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
@@ -128,6 +134,39 @@ def place(source: Path, target: Path) -> None:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     shutil.copyfile(real, target)
+
+
+def copy(source: Path, target: Path, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Make `target` a file of its own with the bytes of `source`: what is written into `source` later is not in it, as
+    it is in a hard link. The two share their blocks where the file system can (Btrfs, XFS).
+
+    progress  called with the number of each few bytes that are copied
+    """
+    with source.open("rb") as read, target.open("wb") as written:
+        if _clone(read, written):
+            progress(read.seek(0, os.SEEK_END))
+            return
+        while block := read.read(COPIED_BYTES):
+            written.write(block)
+            progress(len(block))
+
+
+def takes_clones(source: Path, folder: Path) -> bool:
+    """Whether a copy of the file `source` in `folder`, which need not exist, shares its blocks and takes no space."""
+    try:
+        with source.open("rb") as read, tempfile.TemporaryFile(dir=_existing(folder)) as written:
+            return _clone(read, written)
+    except OSError:
+        return False
+
+
+def _clone(source: IO[bytes], target: IO[bytes]) -> bool:
+    """Have `target`, an empty file, share the blocks of `source`; False where the file system cannot."""
+    try:
+        fcntl.ioctl(target, FICLONE, source.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def pwrite_all(file: int, data: bytes | memoryview, position: int) -> None:

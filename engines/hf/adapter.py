@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from trtpipe.engines.adapters import INFO
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.families import family_of, names_of
-from trtpipe.engines.files import place, write_json
+from trtpipe.engines.files import copy, write_json
 from trtpipe.engines.hf.folder import PICKLE_PATTERNS, LocatedTensor
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.json_input import read_json
@@ -46,8 +46,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
 }
-# Initialisations that leave the model's weights as they are. Others, such as PiSSA, change them.
-_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
+# Initialisations that leave the model's weights as they are. Others, such as PiSSA and LoRA-GA, change them.
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class Pair(NamedTuple):
@@ -227,7 +227,8 @@ def lay_out(adapter: Adapter, name: str, out: Path) -> Path:
     # TensorRT-LLM reads the number as 32 bits; 0 means no adapter.
     made = out / str(int.from_bytes(digest.digest()[:4], "big") >> 1 or 1)
     made.mkdir()
-    place(adapter.folder / WEIGHTS, made / WEIGHTS)
+    # Not a link: a training that goes on would write into what is served.
+    copy(adapter.folder / WEIGHTS, made / WEIGHTS)
     # Only the keys that PEFT, vLLM and the LLM API read for inference.
     write_json(
         made / CONFIG,

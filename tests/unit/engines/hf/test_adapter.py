@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.adapters import write_adapter
 from tests.support.factories import MIXTRAL, PHI3, hf_folder
+from trtpipe.engines import files
 from trtpipe.engines.adapters import AdapterFolder, check_name
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError
@@ -66,6 +68,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("whole modules", told(modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]"),
     ("ranks by pattern", told(rank_pattern={"q_proj": 8}), "rank_pattern is"),
     ("PiSSA", told(init_lora_weights="pissa"), "init_lora_weights is pissa"),
+    ("LoRA-GA", told(init_lora_weights="lora_ga"), "init_lora_weights is lora_ga: the adapter belongs to weights that"),
     ("no rank", told(r="8"), "r is '8', not a rank"),
     ("rank 0", told(r=0), "r is 0, not a rank"),
     ("no alpha", told(lora_alpha=None), "lora_alpha is None, not a number"),
@@ -173,6 +176,26 @@ def test_the_folder_is_read_again_when_it_changes(tmp_path: Path, model: Path) -
     assert [one.name for one in seen.all()] == ["b", "b"]
     again = read_adapter(first)
     assert (again.rank, again.scale, again.base) == (4, 2.0, "meta/llama")
+
+
+def test_a_training_that_goes_on_does_not_change_what_was_added(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LINK_FROM_BYTES", 1)
+    source = write_adapter(tmp_path / "adapter", model)
+    before = (source / "adapter_model.safetensors").read_bytes()
+    made = lay_out(read_adapter(source), "a", tmp_path)
+    # Into the file that is there, as torch and cp write.
+    with (source / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    assert (source / "adapter_model.safetensors").read_bytes() != before
+    assert (made / "adapter_model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("init", [None, True, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_leave_the_model_as_it_is(tmp_path: Path, model: Path, init: str | bool | None) -> None:
+    assert read_adapter(write_adapter(tmp_path / "adapter", model, init_lora_weights=init)).rank == 4
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
