@@ -7,6 +7,7 @@ from pathlib import Path
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, read_config_json, read_model_config
+from trtpipe.engines.hf.layout import place_config
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL
 
@@ -45,10 +46,11 @@ def check_draft(folder: Path, mode: str, model: ModelConfig) -> None:
 
 
 def lay_out_draft(folder: Path, engine: Path) -> None:
-    """Link the draft model's files into an engine's folder. Raises InputDataError."""
+    """Link the draft model's files into an engine's folder, its config.json with the older names too. Raises
+    InputDataError."""
     (engine / DRAFT).mkdir()
     for path in draft_files(folder):
-        place(path, engine / DRAFT / path.name)
+        (place_config if path.name == "config.json" else place)(path, engine / DRAFT / path.name)
 
 
 def place_draft(engine: Path, out: Path) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.files import place
+from trtpipe.engines.hf.layout import place_config
 
 
 def settings_text(settings: dict[str, Any]) -> str:
@@ -17,9 +18,12 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 
 def lay_out(checkpoint: Checkpoint, out: Path, rendered: dict[str, str]) -> Engine:
-    """Link the checkpoint's files into `out` and write the files `rendered`, name -> text, beside them."""
+    """Link the checkpoint's files into `out`, its config.json with the older names too, and write the files `rendered`,
+    name -> text, beside them."""
     for path in sorted(checkpoint.path.iterdir()):
-        if path.is_file():
+        if path.name == "config.json":
+            place_config(path, out / path.name)
+        elif path.is_file():
             place(path, out / path.name)
     for name, text in rendered.items():
         (out / name).write_text(text, encoding="utf-8")

@@ -3,8 +3,8 @@
 Its argument is `{"gguf": FILE, "out": FOLDER}`; it needs torch, transformers and gguf.
 
 The worker corrects what transformers ignores or leaves to the reader: it states the number of KV heads, without which
-the rows of q and k stay in llama.cpp's order; it writes rotary settings in both forms, because older readers know only
-`rope_theta`; and it has the tokenizer split a text, begin it and end it as the file says, with the file's own tokens.
+the rows of q and k stay in llama.cpp's order; it writes the older names of rotary settings too, which other readers
+know; and it has the tokenizer split a text, begin it and end it as the file says, with the file's own tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.hf.gguf_tokenizer import BYTE_LEVEL
+from trtpipe.engines.hf.layout import with_older_names
 from trtpipe.engines.json_input import load_json
 from trtpipe.engines.process import Progress, serve_worker
 
@@ -43,7 +44,8 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
-    _write_both_rope_spellings(out / "config.json")
+    config = with_older_names(load_json(out / "config.json"))
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _correct_tokenizer(source, out)
 
 
@@ -70,17 +72,6 @@ def _report_reading(source: Path, progress: Progress) -> None:
         return values
 
     gguf.dequantize = dequantize  # type: ignore[assignment]
-
-
-def _write_both_rope_spellings(path: Path) -> None:
-    config = load_json(path)
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
-    config["torch_dtype"] = config.get("dtype")
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _correct_tokenizer(source: Path, out: Path) -> None:

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.families import names_of
-from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME
+from trtpipe.engines.files import place, write_json
+from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, read_config_json
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import ModelConfig
@@ -24,13 +25,39 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def config_in(source: Path, dtype: DataType) -> dict[str, object]:
-    """The source's config.json with `dtype` under the key that the source uses for its type."""
+def config_in(source: Path, dtype: DataType) -> dict[str, Any]:
+    """The source's config.json with `dtype` under the keys that the source uses for its type, also by older names."""
     config = read_json(source / "config.json", "model config")
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype.value
-    return config
+    return with_older_names(config)
+
+
+def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config with what transformers 5 renamed, rotary settings and type, under the older names too.
+
+    Other readers, such as TensorRT-LLM's, know only these: without `rope_theta` they compute with 10000.
+    """
+    out, rope = dict(config), config.get("rope_parameters")
+    if isinstance(rope, dict) and rope:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if "rope_theta" in rope:
+            out["rope_theta"] = rope["rope_theta"]
+        out["rope_scaling"] = None if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling
+    if config.get("dtype") is not None:
+        out["torch_dtype"] = config["dtype"]
+    return out
+
+
+def place_config(source: Path, target: Path) -> None:
+    """Copy a config.json; one of transformers 5 gets the older names too. Raises InputDataError."""
+    config = read_config_json(source, "model config")
+    named = with_older_names(config)
+    if named == config:
+        place(source, target)
+    else:
+        write_json(target, named)
 
 
 def copy_companions(source: Path, out: Path) -> None:

@@ -30,6 +30,9 @@ from trtpipe.pipeline.store.store import Artefact
 # Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
 IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreement")
 
+# Raised when the config.json of a Hugging Face folder in an engine is written otherwise.
+CONFIG_JSON = "2"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -88,7 +91,12 @@ class Build(Stage):
         }
 
     def tools(self, settings: Settings) -> dict[str, str]:
-        return load_backend(settings.runtime).tool_versions(settings.target.toolchain)
+        backend = load_backend(settings.runtime)
+        has_config = backend.FORM == "hf" or settings.build.speculative_model is not None
+        return {
+            **backend.tool_versions(settings.target.toolchain),
+            **({"config_json": CONFIG_JSON} if has_config else {}),
+        }
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings

@@ -15,6 +15,7 @@ from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.layout import with_older_names
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.runner import wanted_record, why
@@ -120,8 +121,8 @@ def test_rotary_settings_are_written_in_both_spellings(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     before = read_model_config(tmp_path)
-    gguf_import._write_both_rope_spellings(path)
-    written = json.loads(path.read_text())
+    written = with_older_names(config)
+    path.write_text(json.dumps(written))
     assert (written["rope_theta"], written["rope_scaling"], written["torch_dtype"]) == (5e5, linear, "bfloat16")
     assert read_model_config(tmp_path) == before
 

@@ -15,8 +15,9 @@ from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends import vllm
-from trtpipe.engines.base import DataType
+from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.hf import layout as hf_layout
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.inspection import inspect
@@ -191,6 +192,42 @@ def test_an_engine_is_the_folder_and_its_settings(
     ]  # fmt: skip
     assert sorted(path.name for path in repository.iterdir()) == models
     assert (repository / "tensorrt_llm" / "1" / "model.safetensors").is_file()
+
+
+def test_what_transformers_5_renamed_has_its_older_names_too(in_folder: Path, tmp_path: Path) -> None:
+    """TensorRT-LLM's reader knows only these, and computes with a rope_theta of 10000 where there is none."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+
+    def saved(name: str, **options: Any) -> Path:
+        folder = hf_folder(in_folder / name, dtype="BF16", rope_parameters={"rope_theta": 5e5, **linear}, **options)
+        config = json.loads((folder / "config.json").read_text())
+        del config["rope_theta"], config["torch_dtype"]
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        return folder
+
+    def told(folder: Path) -> tuple[Any, ...]:
+        config = json.loads((folder / "config.json").read_text())
+        assert config["rope_parameters"] == {"rope_theta": 5e5, **linear}
+        return config["rope_theta"], config["rope_scaling"], config["torch_dtype"], config["dtype"]
+
+    model, draft = saved("tiny", rope_theta=5e5), saved("small", rope_theta=5e5, num_hidden_layers=1)
+    speculation = {"speculative_decoding_mode": "draft_model", "max_draft_len": 2, "speculative_model": str(draft)}
+    chosen, engine = made(model, Store(tmp_path / "home"), "trtllm_pytorch", build=speculation)
+    run = RunFolder.of(chosen.target)
+    served = run.linked("repository") / "tensorrt_llm" / "1"
+    names = (5e5, linear, "bfloat16", "bfloat16")
+    assert [told(one) for one in (engine, engine / "draft", served, served / "draft")] == [names] * 4
+    # So have folders that commands write, and engines of checkpoints without them: folders that came quantized.
+    written, placed = tmp_path / "written", tmp_path / "placed"
+    for folder in (written, placed):
+        folder.mkdir()
+    export(model, written, dtype=DataType.FLOAT16)
+    hf_engine.lay_out(Checkpoint(path=model), placed, {})
+    assert (told(written), told(placed)) == ((5e5, linear, "float16", "float16"), names)
+    # A config without new names stays as it is.
+    old = hf_folder(in_folder / "old")
+    hf_engine.lay_out(Checkpoint(path=old), tmp_path / "home", {})
+    assert (tmp_path / "home" / "config.json").read_bytes() == (old / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(
