@@ -208,7 +208,7 @@ def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
     out: dict[_Key, list[int]] = {}
     for number, point in enumerate(side.load_points):
         # 16.0 equals 16, and a setting of None equals an absent one.
-        load = {
+        load: dict[str, Any] = {
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in point["load"].items()
             if value is not None
