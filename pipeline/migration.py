@@ -14,7 +14,7 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.families import families
-from trtpipe.engines.model_source import FolderSource, GgufSource
+from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource
 from trtpipe.engines.passport import WEIGHTS
 from trtpipe.engines.precision import SHORT_NAMES, resolve_precision
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo
@@ -22,6 +22,7 @@ from trtpipe.pipeline.layers import LORA, Layer
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder, find_run
 from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.pipeline.store.manifest import Record
 from trtpipe.triton_repo.deployment import Deployment, read_deployment
 from trtpipe.triton_repo.deployment_settings import ENGINE
 from trtpipe.triton_repo.migration import Row, Verdict, chosen, migration_table
@@ -73,7 +74,7 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
         asked.add("dtype")  # the model's files have one already
     base: list[Layer] = [
         (_PASSPORT, _from_passport(deployment, asked)),
-        (_PLAN, {} if plan is None else _from_plan(plan, asked)),
+        (_PLAN, {} if run is None or plan is None else _from_plan(plan, run.last("download"), asked)),
         (_ENGINE, {**_from_engine(deployment, runtime, asked), **_group(chosen(rows), "build")}),
         (_REPOSITORY, _group(chosen(rows), "serving")),
     ]
@@ -121,9 +122,10 @@ def _require_family(deployment: Deployment) -> None:
         )
 
 
-def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
-    """What only the settings of a target of ours say: the model's source, calibration. Raises InputDataError."""
-    names = ["calibration", "accept_accuracy"] if "dtype" not in asked else []
+def _from_plan(plan: BuildSpec, download: Record | None, asked: set[str]) -> dict[str, Any]:
+    """What only a target of ours says: the model's source with the commit of its `download`, calibration, and the tasks
+    of the accuracy gate. Raises InputDataError."""
+    names = ["calibration", "accept_accuracy", "tasks"] if "dtype" not in asked else []
     names += [LORA] if "model" in asked else [*WEIGHTS, LORA]
     kept = {name: plan.settings[name] for name in names if name in plan.settings}
     source = plan.model.source
@@ -134,6 +136,8 @@ def _from_plan(plan: BuildSpec, asked: set[str]) -> dict[str, Any]:
                 remedy="give the model with --model",
             )  # fmt: skip
         kept["model"] = source.path
+    if isinstance(source, HubSource) and download is not None and not asked & {*WEIGHTS}:
+        kept["revision"] = download.inputs.get(source.repo_id, source.revision)  # a branch may have gone on since
     return kept
 
 

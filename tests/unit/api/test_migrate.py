@@ -15,7 +15,10 @@ from tests.support.factories import hf_folder
 from tests.support.repository_changes import made, rendered
 from tests.support.triton_repositories import Repository, inflight
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.files import write_json
+from trtpipe.engines.model_source import HubSource
 from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.migration import Verdict
 
@@ -118,6 +121,30 @@ def test_a_target_of_ours_brings_its_model_and_what_it_was_quantized_with(target
     assert (rows["precision"].value, rows["precision"].to) == ("FP8, KV cache FP8", "bf16")
     assert rows["precision"].verdict is Verdict.CHANGED
     assert rows["version"].verdict is Verdict.CARRIED
+
+
+def test_a_target_of_ours_brings_the_commit_of_its_weights_and_the_tasks_of_its_gate(
+    nvidia: Path, tmp_path: Path
+) -> None:
+    """`main` of the hub may have gone on since the engine was built."""
+    spec = trtpipe.settings(model="llama3-8b", gpu="h100", dtype="fp8-kv", tasks=["ours.jsonl"])
+    repo, commit = "meta-llama/Meta-Llama-3-8B-Instruct", "8afb486c1db24fe5011ec46dfbe5b5dccdb575c2"
+    run = RunFolder.of(spec.target)
+    run.start(spec, Store(tmp_path / "home"))
+    change(nvidia, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, quantization=FP8)
+    (run.path / "repository").symlink_to(nvidia)
+    assert "revision" not in trtpipe.migrate(run.path, to="vllm", gpu="h100").recipe
+    record = Record(stage="download", stage_version=1, inputs={repo: commit}, settings={}, tools={})
+    write_json(run.path / "run.json", {"download": vars(record)})
+    found = trtpipe.migrate(run.path, to="vllm", gpu="h100")
+    assert (found.recipe["model"], found.recipe["revision"], found.recipe["tasks"]) == (
+        "llama3-8b", commit, ["ours.jsonl"],
+    )  # fmt: skip
+    assert found.spec.model.source == HubSource(repo_id=repo, revision=commit)
+    assert found.spec.tasks == ("ours.jsonl",)
+    other = trtpipe.migrate(run.path, to="vllm", gpu="h100", revision="v2", dtype="bf16")
+    assert (other.recipe["revision"], "tasks" in other.recipe) == ("v2", False)
+    assert "revision" not in trtpipe.migrate(run.path, to="vllm", gpu="h100", model="llama3.1-8b").recipe
 
 
 def test_the_passport_of_an_engine_alone_names_its_model(nvidia: Path) -> None:
