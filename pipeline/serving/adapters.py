@@ -66,10 +66,12 @@ def _added(model: Path, server_folder: Path) -> list[InstalledAdapter]:
 def find(store: Store, server: Server, served: Served) -> AdapterFolder:
     """The adapters of a served target. Raises UsageError for an engine that was built without LoRA."""
     if not (served.repository / ADAPTER_FOLDER).is_dir():
+        fixed = _why_fixed(server, read_passport(served.repository / ENGINE_FOLDER))
+        later = "" if fixed else ", or with --set build.lora_plugin=auto to add adapters later"
         raise UsageError(
             f"{served.name} takes no adapters",
             why="its engine was built without them",
-            remedy="build it with --lora NAME=FOLDER, or with --set build.lora_plugin=auto to add adapters later",
+            remedy=f"build it with --lora NAME=FOLDER{later}",
         )
     if server.native:
         return AdapterFolder(served.repository / ADAPTER_FOLDER)
@@ -129,15 +131,20 @@ def _require_new(there: AdapterFolder, served: Served, name: str) -> None:
 def _require_changeable(server: Server, served: Served) -> Passport:
     """The engine's passport. Raises UsageError for a runtime whose adapters are fixed while it runs."""
     passport = read_passport(served.repository / ENGINE_FOLDER)
-    why = load_backend(passport.runtime).SAME_ADAPTERS
-    if server.native:
-        why = "the runtime's own server takes adapters only when it starts"
+    why = _why_fixed(server, passport)
     if why:
         raise UsageError(
             f"the adapters of {served.name} cannot change while it is served", why=why,
             remedy="build it again with other --lora options, and start it again",
         )  # fmt: skip
     return passport
+
+
+def _why_fixed(server: Server, passport: Passport) -> str:
+    """Why adapters of an engine cannot change while it runs; "" where they can."""
+    if server.native:
+        return "the runtime's own server takes adapters only when it starts"
+    return load_backend(passport.runtime).SAME_ADAPTERS
 
 
 def _model(engine: Path, passport: Passport) -> Geometry:

@@ -14,7 +14,7 @@ import yaml
 from tests.support import nvidia_smi
 from tests.support.adapters import write_adapter
 from tests.support.doubles import install_trtllm_build
-from tests.support.factories import hf_folder
+from tests.support.factories import hf_folder, write_passport
 from tests.unit.test_runner import Recorder, build, plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import AdapterFolder
@@ -26,6 +26,9 @@ from trtpipe.pipeline.registry.package import refuse_objects
 from trtpipe.pipeline.resolve import read_spec
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
+from trtpipe.pipeline.serving import adapters
+from trtpipe.pipeline.serving.ports import Endpoints
+from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.adapters import ADAPTERS
 from trtpipe.pipeline.store.manifest import read_manifest
@@ -185,6 +188,32 @@ def test_an_engine_of_tensorrt_llm(
     (tmp_path / "objects.npy").rename(tmp_path / "model.lora_weights.npy")
     with pytest.raises(ArtefactRefused, match=r"^here: model\.lora_weights\.npy of the adapters is not an array"):
         refuse_objects("here")(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "native", "remedy"),
+    [
+        ("reference", "", ", or with --set build.lora_plugin=auto to add adapters later"),
+        ("vllm", "", ", or with --set build.lora_plugin=auto to add adapters later"),
+        ("vllm", "vllm.entrypoints.openai.api_server", ""),
+        ("tensorrt_llm", "", ""),
+        ("trtllm_pytorch", "", ""),
+    ],
+)
+def test_an_engine_without_adapters_says_how_it_can_have_some(
+    tmp_path: Path, runtime: str, native: str, remedy: str
+) -> None:
+    """A runtime whose adapters are fixed at its start takes none later, whatever the engine is built with."""
+    (tmp_path / "tensorrt_llm" / "1").mkdir(parents=True)
+    write_passport(tmp_path / "tensorrt_llm" / "1", runtime=runtime)
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    served = Served(name="a", repository=tmp_path)
+    server = Server(name="a", pid=1, log=Path("/l"), endpoints=points, served=(served,), native=native)
+    with pytest.raises(UsageError) as refused:
+        adapters.find(Store(tmp_path / "home"), server, served)
+    assert str(refused.value) == (
+        f"a takes no adapters: its engine was built without them; build it with --lora NAME=FOLDER{remedy}"
+    )
 
 
 @pytest.mark.parametrize(
