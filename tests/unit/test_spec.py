@@ -395,7 +395,8 @@ def test_recorded_settings_alone_are_the_same_settings_again(in_folder: Path) ->
     made = trtpipe.settings(model="llama3-8b", gpu="h100", set={"build.workers": 2}).to_json()
     made["settings"]["build"]["max_batch_size"] = 77
     write_json(in_folder / "a.json", made)
-    for added in ({}, {"executor": "docker", "accept_accuracy": True}):
+    options: tuple[dict[str, Any], ...] = ({}, {"executor": "docker", "accept_accuracy": True})
+    for added in options:
         again = trtpipe.settings(recipe="a.json", **added)
         assert {**again.settings, "accept_accuracy": None} == {**made["settings"], "accept_accuracy": None}
         found = sources(again)

@@ -14,7 +14,7 @@ import yaml
 from tests.support.factories import write_passport
 from tests.unit.engines.test_passport import passport
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
-from trtpipe.pipeline.serving import model_control, reload
+from trtpipe.pipeline.serving import model_control, model_links, reload
 from trtpipe.pipeline.serving.gpu_memory import require_room
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server
@@ -127,7 +127,9 @@ def test_the_other_targets_of_a_server_count(tmp_path: Path) -> None:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["/opt/bin/tritonserver", "-c", "read line"], executable="/bin/sh", stdin=-1) as one:
+    with subprocess.Popen(
+        ["/opt/bin/tritonserver", "-c", "read line"], executable="/bin/sh", stdin=subprocess.PIPE
+    ) as one:
         yield one
         one.kill()
 
@@ -143,7 +145,7 @@ def test_why_a_model_does_not_load_is_explained_as_at_a_start(
     server = Server(
         name="a", pid=process.pid, log=log, endpoints=points, served=(Served(name="a", repository=old),)
     )  # fmt: skip
-    reload.model_links.lay_out(server.served, folder)
+    model_links.lay_out(server.served, folder)
     before = (folder / "models" / "tensorrt_llm").readlink()
     log.write_text("CUDA runtime error in ::cudaMalloc(ptr, n): out of memory\n")  # of an earlier start
 
