@@ -193,7 +193,8 @@ def test_what_settings_print_is_a_recipe(run: Run, in_folder: Path) -> None:
     again = json.loads(run("settings", "--recipe", "printed.json", "--json").out)
     first = json.loads(printed)
     assert (again["target"], again["settings"]) == (first["target"], first["settings"])
-    assert {value["name"]: value["source"] for value in again["values"]}["build.max_seq_len"] == "recipe printed.json"
+    sources = {value["name"]: value["source"] for value in again["values"]}
+    assert (sources["gpu"], sources["build.max_seq_len"]) == ("recipe printed.json", "the plan, for the load rag")
     (in_folder / "empty.yaml").write_text("# nothing\n")
     done = run("settings", "--recipe", "empty.yaml")
     assert (done.status, done.error().partition(";")[0]) == (3, "empty.yaml is empty")
