@@ -2,8 +2,8 @@
 
     python launch.py [--parent PID] MODULE [ARGUMENT ..]     run MODULE as `python -m MODULE` does
 
-With --parent the process gets SIGTERM when process PID, which started it, ends in any way, a kill included.
-
+With --parent the process gets SIGTERM when process PID, which started it, ends in any way, a kill included; SIGKILL
+where that process ignores SIGTERM, which those that it starts ignore as well.
 
 `python -m` looks for modules in the current folder first, and so does a relative or an empty entry of PYTHONPATH: a
 user's folder named `trtpipe`, or a file `json.py`, would run in place of ours. Python 3.11 has `-P` against the
@@ -55,15 +55,17 @@ def isolate() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel send this process SIGTERM when `parent` ends: more exactly, when the thread that started it ends.
+    """Have the kernel end this process when `parent` ends: more exactly, when the thread that started it ends. The
+    signal is SIGTERM, or SIGKILL where that is ignored.
 
     So a thread that starts a process outlives it. Only Linux can do this.
     """
     import signal
 
-    _at_parents_end(signal.SIGTERM)
+    number = signal.SIGKILL if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN else signal.SIGTERM
+    _at_parents_end(number)
     if os.getppid() != parent:  # it ended before
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def outlive_parent() -> None:

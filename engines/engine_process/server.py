@@ -1,8 +1,8 @@
 """The engine process: one Runtime, the reference or another, fed over a local socket by the stubs that serve it.
 
 Run with `python -m`. It accepts any number of stubs, writes one message to each per step, and leaves when the last
-of them has gone, so a killed server leaves no process behind. A step that raises is reported to every stub before the
-process ends.
+of them has gone, so a killed server leaves no process behind. SIGTERM does not end it. A step that raises is reported
+to every stub before the process ends.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def main() -> int:
     parser.add_argument("--protocol", type=int, default=1, help="version of the stubs' protocol, 1 had no option")
     parser.add_argument("--server", type=int, help="end this process and its stubs with this one")
     args = parser.parse_args()
+    # systemd sends it to every process of a service at once, while the requests in flight still have their time.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     peers = _Peers()
     if args.server is not None:
         threading.Thread(target=peers.follow, args=(args.server,), daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -22,7 +23,8 @@ from trtpipe.engines.engine_process.request import Output
 pytestmark = pytest.mark.process
 
 
-def test_what_it_started_ends_with_the_server(tmp_path: Path) -> None:
+def test_what_it_started_ends_with_the_server_and_not_with_a_signal_to_every_process(tmp_path: Path) -> None:
+    """`systemctl stop` sends SIGTERM to the server, whose requests have time to end, and to the engine beside it."""
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     command = [
         sys.executable, "-m", "trtpipe.engines.engine_process.server",
@@ -32,6 +34,9 @@ def test_what_it_started_ends_with_the_server(tmp_path: Path) -> None:
     engine = subprocess.Popen(command, start_new_session=True)
     try:
         child = number(tmp_path / "child")
+        engine.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            engine.wait(0.5)
         server.kill()
         assert select.select([child], [], [], 30)[0]
         assert engine.wait(30) != 0
