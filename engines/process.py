@@ -235,10 +235,10 @@ def words_of(pid: int) -> list[bytes]:
     return []
 
 
-def terminate(pid: int, alive: Callable[[int], bool], seconds: float) -> bool:
-    """Send SIGTERM to a process, and wait; whether it has ended, by `alive`, within `seconds`."""
+def terminate(pid: int, alive: Callable[[int], bool], seconds: float, number: signal.Signals = signal.SIGTERM) -> bool:
+    """Send a signal to a process, and wait; whether it has ended, by `alive`, within `seconds`."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     deadline = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -257,12 +257,23 @@ def describe_status(status: int) -> str:
 
 def open_log(log: Path) -> BinaryIO:
     """Open for appending, so that the stack that an error message referred to stays. A model's error may quote a
-    prompt, so nobody else may read the log."""
+    prompt, so nobody else may read the log. Where a large one is set aside, this process's own output goes on in the
+    new one, if it went into it."""
+    own: list[int] = []
     if log.exists() and log.stat().st_size > LOG_BYTES:
+        own = [stream for stream in (1, 2) if _leads_to(stream, log)]
         log.replace(log.with_suffix(".log.1"))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.fchmod(descriptor, 0o600)
+    for stream in own:
+        os.dup2(descriptor, stream)
     return os.fdopen(descriptor, "wb")
+
+
+def _leads_to(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # it is closed
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.pipeline.serving.servers import find_running, recorded, running
@@ -13,7 +16,8 @@ from trtpipe.pipeline.store.store import Store
 
 
 def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
-    """The last `lines` of a server's log, and with `follow` the lines that are added while the server runs.
+    """The last `lines` of a server's log, and with `follow` the lines that are added while the server runs, also to a
+    log that has been cut or set aside.
 
     A server that has ended has a log too. Raises UsageError for a name without one, and for an ambiguous None.
     """
@@ -23,16 +27,31 @@ def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Ite
         left = _logged(store)
         remedy = suggestion(name, left) if left else "run `trtpipe serve`"
         raise UsageError(f"there is no log of a server named '{name}'", remedy=remedy)
-    with path.open(encoding="utf-8", errors="replace") as file:
+    file = _open(path)
+    try:
         yield "".join(collections.deque(file, maxlen=lines))
         while follow:
             piece = file.read()
             if piece:
                 yield piece
+                continue
+            with contextlib.suppress(FileNotFoundError):  # the next one is about to be made
+                if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    file.close()
+                    file = _open(path)
+                    continue
+            if os.fstat(file.fileno()).st_size < file.buffer.tell():  # as copytruncate of logrotate leaves it
+                file.seek(0)
             elif not any(server.name == name for server in running(store)):
                 return
             else:
                 time.sleep(0.2)
+    finally:
+        file.close()
+
+
+def _open(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace")
 
 
 def log_path(store: Store, name: str) -> Path:

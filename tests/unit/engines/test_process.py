@@ -247,6 +247,22 @@ def test_the_tail_of_a_huge_log_takes_no_memory(log: Path) -> None:
     assert tail(log, lines=1) == "the cause"
 
 
+def test_output_goes_on_in_the_log_that_takes_the_place_of_a_large_one(tmp_path: Path) -> None:
+    """That of a `serve --detach` which starts its server again."""
+    script = (
+        "import sys; from pathlib import Path; from trtpipe.engines import process; print('old', flush=True); "
+        "process.LOG_BYTES = 3; process.open_log(Path(sys.argv[1])).close(); print('new', flush=True)"
+    )
+    log, other = tmp_path / "a.log", tmp_path / "b.log"
+    other.write_text("large\n")
+    with log.open("ab") as output:
+        for opened in (log, other):
+            subprocess.run([sys.executable, "-c", script, opened], stdout=output, check=True)
+            output.truncate()
+    assert (tmp_path / "a.log.1").read_text() == "old\nold\nnew\n"
+    assert log.read_text() == "new\n"
+
+
 PARENT = """
 import subprocess, sys
 from trtpipe.engines.process import python_command
@@ -269,7 +285,10 @@ def test_a_python_child_ends_with_a_killed_parent_unless_it_may_outlive_it(*, ou
         psutil.Process(child).kill()
 
 
-def test_a_python_child_of_a_parent_that_has_ended_does_not_begin() -> None:
+@pytest.mark.parametrize(("trap", "number"), [("", signal.SIGTERM), ("trap '' TERM; ", signal.SIGKILL)])
+def test_a_python_child_of_a_parent_that_has_ended_does_not_begin(trap: str, number: int) -> None:
+    """Nor where it ignores SIGTERM, as the processes of an engine do."""
     here, launcher, _, _, module = process.python_command("timeit")
-    done = subprocess.run([here, launcher, "--parent", "1", module, "-h"], capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")
+    command = ["sh", "-c", f'{trap}exec "$@"', "sh", here, launcher, "--parent", "1", module, "-h"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-number, b"")
