@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ MEMORY_FRACTION = 0.9
 CPU_CACHE_BYTES = 1 << 30
 # An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# Folder of what vLLM compiles, in a home folder by default, which the user of a service may not have.
+CACHE = "VLLM_CACHE_ROOT"
 # Source: docs/getting_started/installation/gpu.cuda.inc.md of vLLM.
 OLD_GPUS = "vLLM 0.25 and newer have no kernels before SM75, and its engines have been tried on SM80 and newer alone"
 # Where the GPU has no FP4, vLLM's Marlin kernel decodes the weights and takes inputs as they are.
@@ -263,6 +266,14 @@ def cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> d
     return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * per_token}
 
 
+def environment() -> dict[str, str]:
+    """Environment variables of its processes, beside those that are given."""
+    home = Path(os.environ.get("TRTPIPE_HOME", ""))
+    # Its processes may have another current folder.
+    cache = {CACHE: str(home / "vllm")} if home.is_absolute() and CACHE not in os.environ else {}
+    return {**ENVIRONMENT, **cache}
+
+
 def native_server(
     engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
 ) -> NativeServer:
@@ -288,5 +299,5 @@ def native_server(
         program=program,
         command=("--model", str(engine), *words, "--served-model-name", *names, *(adapters if placed else ())),
         in_image=False,
-        environment=ENVIRONMENT,
+        environment=environment(),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trtpipe.engines.adapters import AdapterFolder
-from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size, speculation
+from trtpipe.engines.backends.vllm import FILE, MEMORY_FRACTION, cache_size, environment, speculation
 from trtpipe.engines.engine_process.request import (
     Finish,
     FloatArray,
@@ -64,7 +64,7 @@ class Runtime:
         guided_decoding: dict[str, str] | None = None,
         adapters: str | None = None,
     ) -> None:
-        for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
+        for name, value in (environment() | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
             os.environ.setdefault(name, value)
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
