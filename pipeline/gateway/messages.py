@@ -19,6 +19,8 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     name: str
     arguments: str
+    # What OpenAI's clients have read of `arguments`; they send it back.
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
@@ -52,6 +54,8 @@ class Message(Strict):
     # Fields that OpenAI's clients copy from an answer; this server leaves them empty.
     annotations: list[str] | None = Field(None, max_length=0)
     audio: None = None
+    # What these clients have read of `content`.
+    parsed: Any = None
     function_call: None = None
     refusal: None = None
 

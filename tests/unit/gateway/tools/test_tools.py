@@ -193,6 +193,29 @@ def test_a_required_call_is_held_to_its_schema(folders: dict[str, Path]) -> None
     run(saying(folders["mistral"], said), folders["mistral"], scenario)
 
 
+def test_what_a_client_has_parsed_comes_back_to_it(folders: dict[str, Path]) -> None:
+    """OpenAI's clients send back what `parse` and `stream` made of an answer; the template sees what it was made of."""
+    said = '[{"name": "get_weather", "arguments": {"city": "Paris"}}]'
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+    async def scenario(api: openai.AsyncOpenAI, triton: Triton) -> None:
+        answer = await api.chat.completions.parse(
+            model="llama", messages=QUESTION, tools=[strict], tool_choice="required"
+        )
+        message = answer.choices[0].message
+        (call,) = message.tool_calls or []
+        assert call.function.parsed_arguments == {"city": "Paris"}
+        plain: Any = call.model_dump(exclude={"function": {"parsed_arguments"}})
+        read: Any = {"role": "assistant", "content": "sunny", "parsed": {"weather": "sunny"}}
+        for sent, parsed in ((message, read), ({"role": "assistant", "tool_calls": [plain]}, {**read, "parsed": None})):
+            result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+            messages: list[Any] = [*QUESTION, sent, result, parsed, *QUESTION]
+            await api.chat.completions.create(model="llama", messages=messages)
+        assert triton.asked[1].prompt == triton.asked[2].prompt
+
+    run(saying(folders["hermes"], said), folders["hermes"], scenario)
+
+
 def test_a_reference_in_a_schema_leads_to_the_same_place(folders: dict[str, Path]) -> None:
     tree = {"$ref": "#/$defs/Tree", "$defs": {"Tree": {"properties": {"left": {"$ref": "#/$defs/Tree"}}}}}
     tool: Any = {"type": "function", "function": {"name": "grow", "parameters": tree}}
