@@ -113,7 +113,7 @@ class GatewayOptions:
     api_keys_file: Path | None = None
     max_body_bytes: int = 4 << 20
     max_requests: int = 0
-    max_choices: int = 16
+    max_choices: int = 32
     default_max_tokens: int = 1024
     timeout_s: float = 600.0
     tls_cert: Path | None = None

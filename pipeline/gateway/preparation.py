@@ -172,7 +172,7 @@ class Preparation:
     def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
         answers, most = prompts * (asked.n or 1), self._options.max_choices
         if answers > most:
-            raise wrong(f"at most {most} answers a request, not {answers}", "n")
+            raise wrong(f"at most {most} answers a request, not {answers}; send them in several requests", "n")
 
     def _prompts(self, asked: CompletionRequest, served: ServedModel) -> list[list[int]]:
         text = self._texts[served.name]

@@ -168,7 +168,7 @@ class CompletionRequest(CompletionOptions, ConstraintFields):
         if isinstance(given, str) or _are_ids(given):
             return [given]
         if len(given) > most:
-            raise wrong(f"at most {most} prompts a request, not {len(given)}", "prompt")
+            raise wrong(f"at most {most} prompts a request, not {len(given)}; send them in several requests", "prompt")
         for place, one in enumerate(given):
             if not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))) or type(one) is not type(
                 given[0]

@@ -212,7 +212,7 @@ def test_several_answers_and_several_prompts(folder: Path) -> None:
         assert [spoken(chunks, index) for index in range(3)] == ["zzz"] * 3
         ends = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"] == "stop"]
         assert sorted(ends) == [0, 1, 2]
-        refused = (await client.post(CHAT, json=chat(n=17))).json()
+        refused = (await client.post(CHAT, json=chat(n=33))).json()
         assert refused["error"]["param"] == "n"
 
     ask(script, folder, scenario)
