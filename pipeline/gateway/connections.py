@@ -286,10 +286,11 @@ class Connection(HttpToolsProtocol):
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         fields += [(name.encode(), value.encode()) for name, value in failure.headers().items()]
         origin = dict(self.headers or ()).get(b"origin", b"")
+        exposed = (b"access-control-expose-headers", b"retry-after")
         if "*" in self._all.origins:
-            fields.append((b"access-control-allow-origin", b"*"))
+            fields += [(b"access-control-allow-origin", b"*"), exposed]
         elif origin.decode("latin-1") in self._all.origins:
-            fields += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+            fields += [(b"access-control-allow-origin", origin), (b"vary", b"Origin"), exposed]
         fields += [(b"connection", b"close"), *self.server_state.default_headers]
         lines = [STATUS_LINE[failure.status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n", body]
         self.transport.write(b"".join(lines))

@@ -78,6 +78,11 @@ def _heeding(
     return rendered
 
 
+def _adds_special(text: Text, prompt: str) -> bool:
+    """Whether the tokenizer adds its special tokens: not to a prompt that has the first of them already."""
+    return not (text.bos and prompt.startswith(text.bos))
+
+
 class Preparation:
     """Prepares requests for the models of `options`."""
 
@@ -147,7 +152,8 @@ class Preparation:
             characters, _ = _rendered(text, asked, asked.tools or ())
             special = bool(asked.add_special_tokens)
         else:
-            characters, special = asked.prompt or "", asked.add_special_tokens is not False
+            characters = asked.prompt or ""
+            special = _adds_special(text, characters) if asked.add_special_tokens is None else asked.add_special_tokens
         ids = self._tokens(text, served, characters, "prompt", special=special)
         told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_seq_len}
         if asked.return_token_strs:
@@ -181,8 +187,7 @@ class Preparation:
         prompts = []
         for one in given:
             if isinstance(one, str):
-                special = not (text.bos and one.startswith(text.bos))
-                prompts.append(self._tokens(text, served, one, "prompt", special=special))
+                prompts.append(self._tokens(text, served, one, "prompt", special=_adds_special(text, one)))
             else:
                 if not all(0 <= token < text.vocab_size for token in one):
                     raise wrong(f"'prompt' holds ids outside of 0 to {text.vocab_size - 1}", "prompt")

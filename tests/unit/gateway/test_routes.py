@@ -10,7 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.gateways import CHAT, INPUTS, Triton, ask, chat, saying, tokens_of
+from tests.support.gateways import (
+    CHAT,
+    INPUTS,
+    Triton,
+    ask,
+    chat,
+    end_fork_servers,
+    saying,
+    tokens_of,
+    write_model,
+)
 from trtpipe import __version__
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.gateway.model_names import require_free
@@ -152,6 +162,33 @@ def test_tokens_of_a_text_or_of_messages_and_the_way_back(folder: Path) -> None:
 
 
 @pytest.mark.loopback
+def test_a_text_that_begins_with_the_first_token_is_counted_as_it_is_taken(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    folder = write_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    a, b = tokenizer.encode("ab", add_special_tokens=False).ids
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        for fields, tokens in (
+            ({"prompt": "ab"}, [0, a, b]),
+            ({"prompt": "<s>ab"}, [0, a, b]),
+            ({"prompt": "<s>ab", "add_special_tokens": True}, [0, 0, a, b]),
+            ({"prompt": "<s>ab", "add_special_tokens": False}, [0, a, b]),
+            ({"prompt": "ab", "add_special_tokens": False}, [a, b]),
+        ):
+            assert (await client.post("/tokenize", json=fields)).json()["tokens"] == tokens, fields
+        for prompt in ("ab", "<s>ab"):
+            answer = (await client.post("/v1/completions", json={"model": "llama", "prompt": prompt})).json()
+            assert answer["usage"]["prompt_tokens"] == 3
+
+    ask(saying(folder, "x"), folder, scenario)
+    end_fork_servers()
+
+
+@pytest.mark.loopback
 def test_pages_of_an_origin_may_call_and_need_a_key_all_the_same(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("key\n")
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -166,6 +203,8 @@ def test_pages_of_an_origin_may_call_and_need_a_key_all_the_same(folder: Path, t
                 headers = {**page, "authorization": f"Bearer {key}"}
                 real = await client.post(CHAT, json=body, headers=headers)
                 assert (real.status_code, real.headers.get(allowed)) == (status, answer)
+                if answer:  # elsewhere a browser shows the page nothing
+                    assert real.headers["access-control-expose-headers"] == "retry-after"
             assert allowed not in (await client.get("/health")).headers
 
         return asked
