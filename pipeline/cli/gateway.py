@@ -101,7 +101,11 @@ def gateway(
         console.note(exposed)
     if not _answers(options.upstream()):
         console.note(f"nothing answers at {triton} yet: requests fail until a Triton does; --triton names another")
-    supervisor.serve(options, ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"))
+    supervisor.serve(
+        options,
+        ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"),
+        note=console.note,
+    )
 
 
 def _answers(address: tuple[str, int]) -> bool:

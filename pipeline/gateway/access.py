@@ -25,6 +25,20 @@ def check_files(keys: Path | None, certificate: Path | None, key: Path | None) -
         _check_certificate(certificate, key)
 
 
+def stamps(options: GatewayOptions) -> list[tuple[int, ...] | None]:
+    """What changes with the content of each of these files, also of one that a link leads to, as in a Secret of
+    Kubernetes: its inode, time and size; None for one that cannot be looked at."""
+    return [_stamp(file) for file in (options.api_keys_file, options.tls_cert, options.tls_key) if file is not None]
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
     """Digests of the API keys in `file` (one a line, # for comments) and the environment. Raises InputDataError."""
     keys = _keys(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"), KEYS_VARIABLE)

@@ -177,7 +177,12 @@ def main() -> None:
 
     try:
         options = GatewayOptions.from_json(sys.argv[1])
-        serve(options, ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True), tick=reload_if_asked)
+        serve(
+            options,
+            ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True),
+            tick=reload_if_asked,
+            note=lambda text: print(text, flush=True),
+        )
     except TrtpipeError as error:
         _tell_failure(error)
         raise SystemExit(error.exit_code) from None

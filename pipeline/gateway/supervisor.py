@@ -1,5 +1,7 @@
 """Supervisor of the gateway's worker processes: starts them together, watches, restarts, replaces and ends them.
 
+Workers read API keys and certificate when they start, so other workers replace them where these files change.
+
 The supervisor binds the port once for each worker, by SO_REUSEPORT, and the worker listens on that socket. So the port
 is reserved, the kernel distributes the connections, and those that wait to be accepted outlive a worker.
 """
@@ -18,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import error_from_json, python_command
+from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
 
@@ -30,6 +33,9 @@ STOP_SECONDS = 5.0
 # A replaced worker has this long to stop taking requests; after it nobody waits any longer.
 LEAVE_SECONDS = 10.0
 READY, LEFT = b"ready\n", b"left\n"
+# Time between two looks at the files of keys and certificate, which are taken when two looks find the same; and until
+# workers that did not start are started again.
+LOOK_SECONDS, RETRY_SECONDS = 1.0, 60.0
 # A worker with this many deaths within this time counts as broken.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
 
@@ -82,6 +88,9 @@ class Gateway:
         self._rows = 0
         self._workers: list[Worker] = []
         self._leaving: list[Worker] = []
+        # The files as the workers have read them, as the last look found them, and when the next look is due.
+        self._read = self._seen = access.stamps(options)
+        self._look = 0.0
         # Not an Event: a signal's exception in its `wait` may leave it locked, and then `set` would not return.
         self._stopping = False
 
@@ -109,15 +118,18 @@ class Gateway:
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
 
-    def watch(self, tick: Callable[[Gateway], None] = lambda gateway: None) -> None:
-        """Restart workers that die, until `stop` is called; `tick` is called five times a second. Raises StageFailed
-        when they die too often."""
+    def watch(
+        self, tick: Callable[[Gateway], None] = lambda gateway: None, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Restart workers that die, and replace all where keys or certificate change, until `stop` is called; `tick` is
+        called five times a second, `note` with what is to be told. Raises StageFailed when they die too often."""
         deaths: list[float] = []
         while True:
             time.sleep(0.2)
             if self._stopping:
                 return
             tick(self)
+            self._take_changed_files(note)
             self._forget_left()
             for index, worker in enumerate(self._workers):
                 if worker.alive or self._stopping:
@@ -149,6 +161,30 @@ class Gateway:
         deadline = time.monotonic() + LEAVE_SECONDS
         for worker in replaced:
             worker.read_until(LEFT, deadline)
+
+    def _take_changed_files(self, note: Callable[[str], None]) -> None:
+        """Replace the workers where the files of keys and certificate have changed and can be read."""
+        now = time.monotonic()
+        if now < self._look or self._stopping:
+            return
+        self._look = now + LOOK_SECONDS
+        before, self._seen = self._seen, access.stamps(self.options)
+        if self._seen == self._read or self._seen != before:  # nothing is new, or is being written
+            return
+        try:
+            access.check(self.options)
+        except InputDataError as error:
+            self._read = self._seen
+            note(f"the gateway keeps the API keys and the certificate that it has read: {error}")
+            return
+        try:
+            self.serve_models(self.options.models)
+        except (TrtpipeError, OSError) as error:
+            self._look = now + RETRY_SECONDS
+            note(f"the gateway does not take the new API keys or certificate, and tries again soon: {error}")
+            return
+        self._read = self._seen
+        note("the gateway has read its API keys and certificate again, which had changed")
 
     def leave_watch(self) -> None:
         """Let `watch` return; may be called from a signal's handler."""
@@ -232,16 +268,17 @@ class Gateway:
 def serve(
     options: GatewayOptions, *,
     ready: Callable[[Gateway], None] = lambda gateway: None, tick: Callable[[Gateway], None] = lambda gateway: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> None:  # fmt: skip
     """Run a gateway until Ctrl-C, a signal to end or its own failure. Raises what `Gateway.start` and `watch` raise.
 
-    `ready` is called once the gateway listens and signals are handled, `tick` as `watch` calls it.
+    `ready` is called once the gateway listens and signals are handled, `tick` and `note` as `watch` calls them.
     """
     gateway = Gateway.start(options)
     previous = signal.signal(signal.SIGTERM, lambda number, frame: gateway.leave_watch())
     try:
         ready(gateway)
-        gateway.watch(tick)
+        gateway.watch(tick, note)
     except (KeyboardInterrupt, SystemExit):
         pass
     finally:

@@ -303,7 +303,7 @@ def test_a_gateway_alone_tells_who_reaches_it_and_whether_its_triton_answers(
 ) -> None:
     from trtpipe.pipeline.gateway import supervisor
 
-    monkeypatch.setattr(supervisor, "serve", lambda options, ready: None)
+    monkeypatch.setattr(supervisor, "serve", lambda options, **calls: None)
     assert build(model).status == 0
     (tmp_path / "keys").write_text("key\n")
     open_to_all = "warning: whoever reaches 0.0.0.0 can use the gateway: it asks for no key; pass --api-keys-file\n"

@@ -10,7 +10,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -32,8 +34,6 @@ pytestmark = [pytest.mark.real, pytest.mark.process]
 
 @pytest.mark.loopback
 def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path) -> None:
-    import threading
-
     gateway = Gateway.start(options(folder, port=0, workers=2), tmp_path / "log")
     watching = threading.Thread(target=gateway.watch)
     watching.start()
@@ -111,6 +111,73 @@ def test_a_gateway_with_a_certificate_serves_https(
             openai_client.post(gateway.url, "/v1/completions", {})
     finally:
         gateway.stop()
+
+
+@pytest.mark.loopback
+@with_openssl
+def test_keys_and_a_certificate_that_change_are_those_of_all_workers(folder: Path, tmp_path: Path) -> None:
+    """The keys are mounted as a Secret of Kubernetes is: a link leads to the folder of their version."""
+    cert, key = write_certificate(tmp_path)
+    (tmp_path / "renewed").mkdir()
+    renewed = write_certificate(tmp_path / "renewed")
+    for version, keys in (("1", "old\nkept\n"), ("2", "kept\nnew\n"), ("3", "# none\n")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "keys").write_text(keys)
+    (tmp_path / "data").symlink_to("1")
+    (tmp_path / "keys").symlink_to("data/keys")
+    notes: list[str] = []
+    own = {"api_keys_file": tmp_path / "keys", "tls_cert": cert, "tls_key": key}
+    gateway = Gateway.start(options(folder, port=0, workers=2, **own))
+    watching = threading.Thread(target=gateway.watch, kwargs={"note": notes.append})
+    watching.start()
+
+    def told(change: Callable[[], object]) -> str:
+        count = len(notes)
+        change()
+        deadline = time.monotonic() + 60
+        while len(notes) == count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return notes[-1]
+
+    def mount(version: str) -> Path:
+        (tmp_path / "next").symlink_to(version)
+        return (tmp_path / "next").rename(tmp_path / "data")
+
+    def accepted() -> list[str]:
+        """By each of ten connections, which both workers take."""
+        trusting = ssl.create_default_context(cafile=cert)
+        statuses = {
+            one: {
+                httpx.get(
+                    f"{gateway.url}/v1/models", headers={"authorization": f"Bearer {one}"}, verify=trusting,
+                    trust_env=False,
+                ).status_code
+                for _ in range(10)
+            }
+            for one in ("old", "kept", "new")
+        }  # fmt: skip
+        assert all(found in ({200}, {401}) for found in statuses.values()), statuses
+        return [one for one, found in statuses.items() if found == {200}]
+
+    try:
+        assert accepted() == ["old", "kept"]
+        again = "the gateway has read its API keys and certificate again, which had changed"
+        assert told(lambda: mount("2")) == again
+        assert accepted() == ["kept", "new"]
+        before = gateway.pids
+        kept = (
+            f"the gateway keeps the API keys and the certificate that it has read: {tmp_path / 'keys'} holds no API key"
+        )
+        assert told(lambda: mount("3")) == f"{kept}; write one key a line"
+        assert gateway.pids == before
+        assert accepted() == ["kept", "new"]
+        assert told(lambda: (mount("2"), renewed[0].rename(cert), renewed[1].rename(key))) == again
+        assert ssl.get_server_certificate(("127.0.0.1", gateway.options.port)) == cert.read_text()
+        assert accepted() == ["kept", "new"]
+    finally:
+        gateway.stop()
+        watching.join()
 
 
 @pytest.mark.loopback
