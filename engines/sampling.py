@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from trtpipe.engines.json_input import read_json
 
 # Below this a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
 LEAST_TEMPERATURE = 1e-4
@@ -52,6 +55,15 @@ class SamplingParams:
     frequency_penalty: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
+
+
+def recommended(folder: Path) -> dict[str, float]:
+    """The sampling options by name that generation_config.json of a model's folder recommends; none where it recommends
+    greedy answers. Raises InputDataError."""
+    path = folder / "generation_config.json"
+    given = read_json(path, "generation config") if path.is_file() else {}
+    names = ("temperature", "top_p", "top_k", "repetition_penalty") if given.get("do_sample", True) else ()
+    return {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
 def with_top_p(options: Mapping[str, Any]) -> dict[str, Any]:

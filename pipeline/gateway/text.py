@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.chat_template import compile_template, read_template, require_template
-from trtpipe.engines.json_input import read_json
+from trtpipe.engines.sampling import recommended
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.requests import Common, quoted
 from trtpipe.triton_repo.shared_text import read_text, shared
@@ -31,20 +31,16 @@ class Text:
         self.compiled = {
             template: compile_template(folder, template) for template in self.templates.values() if template is not None
         }
-        path = folder / "generation_config.json"
-        generation = read_json(path, "generation config") if path.is_file() else {}
         # As in other servers, the model's recommended values apply where the request gives none.
-        self.defaults: dict[str, float] = {
-            name: generation[name]
-            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
-            if generation.get("do_sample", True) and isinstance(generation.get(name), (int, float))
-        }
+        self.defaults = recommended(folder)
         try:
             Common.model_validate({"model": "", **self.defaults})
         except ValidationError as error:
             wanted = f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"
             raise InputDataError(
-                f"{path} recommends sampling that no request may ask for", why=wanted, remedy="correct the file"
+                f"{folder / 'generation_config.json'} recommends sampling that no request may ask for",
+                why=wanted,
+                remedy="correct the file",
             ) from None
         self.vocab_size: int = self.tokenizer.get_vocab_size()
         self._tokens: dict[int, str] = {}  # texts of tokens, see `token`

@@ -6,15 +6,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.json_input import read_json
+from trtpipe.engines.sampling import recommended
 from trtpipe.pipeline.serving.openai_client import events
 
 
 def usual_temperature(tokenizer: Path) -> float | None:
     """None where the model in this folder recommends a temperature, which its gateway then takes; else 0: at 1, which
     is the API's, a small model talks nonsense. Raises InputDataError."""
-    path = tokenizer / "generation_config.json"
-    return None if path.is_file() and "temperature" in read_json(path, "generation config") else 0.0
+    return None if "temperature" in recommended(tokenizer) else 0.0
 
 
 class Conversation:

@@ -43,6 +43,8 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
     """
     import httpx
 
+    from trtpipe.pipeline.bench.protocols.sse import SseDecoder
+
     try:
         with (
             _client() as client,
@@ -57,9 +59,11 @@ def events(url: str, path: str, body: dict[str, Any], key: str | None = None) ->
                 error = parse_json(reply.read())["error"]
                 kind = ContextFull if error.get("code") == "context_length_exceeded" else None
                 raise refused(url, str(error["message"]), reply.status_code, kind)
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    event = parse_json(line.removeprefix("data: "))
+            decoder = SseDecoder()
+            # Not httpx's `iter_lines`, which ends a line at U+2028 within a text too.
+            for data in (data for piece in reply.iter_bytes() for data in decoder.feed(piece)):
+                if data.startswith(b"{"):
+                    event = parse_json(data)
                     if "error" in event:
                         wrong = event["error"].get("type") == "invalid_request_error"
                         raise refused(url, str(event["error"]["message"]), 400 if wrong else 500)

@@ -32,7 +32,15 @@ def conversation(client: httpx.AsyncClient, *, key: str | None = None, **options
 
 
 @pytest.mark.parametrize(
-    ("config", "usual"), [(None, 0.0), ('{"eos_token_id": 2}', 0.0), ('{"temperature": 0.6}', None)]
+    ("config", "usual"),
+    [
+        (None, 0.0),
+        ('{"eos_token_id": 2}', 0.0),
+        ('{"temperature": 0.6}', None),
+        ('{"do_sample": true, "temperature": 0.6}', None),
+        ('{"do_sample": false, "temperature": 0.6}', 0.0),
+        ('{"temperature": null}', 0.0),
+    ],
 )
 def test_answers_are_greedy_unless_the_model_recommends_a_temperature(
     tmp_path: Path, config: str | None, usual: float | None
@@ -53,6 +61,15 @@ def test_what_was_said_goes_into_the_next_prompt_until_it_is_cleared(folder: Pat
         assert triton.asked[2].prompt == tokens_of(folder, "<s>[system]be brief[user]three?")
 
     ask(saying(folder, "aé 😀"), folder, scenario)
+
+
+def test_a_line_ends_where_an_event_stream_ends_it_and_not_within_a_text(folder: Path) -> None:
+    said = "a\u2028b\u2029c\x85d\x0be"
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        assert "".join(await asyncio.to_thread(list, conversation(client).ask("one?"))) == said
+
+    ask(saying(folder, said), folder, scenario)
 
 
 def test_reasoning_is_told_once_and_is_no_part_of_the_answer(tmp_path: Path) -> None:
