@@ -76,7 +76,7 @@ def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> s
 
 def compile_template(tokenizer: Path, template: str) -> ChatTemplate:
     """Make a ChatTemplate for many prompts, since compiling takes longer than rendering. Applying it raises errors."""
-    return ChatTemplate(template, _special_tokens(tokenizer), str(tokenizer))
+    return ChatTemplate(template, special_tokens(tokenizer), str(tokenizer))
 
 
 class ChatTemplate:
@@ -151,7 +151,7 @@ def _always(found: re.Match[str]) -> str:
     return f"{{%{before} {'endif' if end else 'if true'} {after}%}}"
 
 
-def _special_tokens(tokenizer: Path) -> dict[str, str]:
+def special_tokens(tokenizer: Path) -> dict[str, str]:
     """Special tokens that the folder's two files name; each file may store a token as a string or as an object."""
     settings = {
         **_settings(tokenizer, "special_tokens_map.json"),

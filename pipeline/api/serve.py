@@ -155,6 +155,7 @@ class Client:
         Raises UsageError for a value that the model cannot take and a request that the server refuses, HostError where
         the server is gone, StageFailed where it fails.
         """
+        from trtpipe.engines.hf.chat_template import special_tokens
         from trtpipe.engines.sampling import SamplingParams
         from trtpipe.pipeline.net.api_key import api_key
         from trtpipe.pipeline.serving import generate
@@ -164,8 +165,9 @@ class Client:
         gateway = self._server.gateway_url
         if gateway is not None and (self._server.native or self._adapter is not None):
             model, key = self._served.model_name(self._adapter), api_key()
+            bos = special_tokens(self._served.tokenizer).get("bos_token") if self._server.native else None
             return generate.stream_openai(
-                gateway, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop, key=key
+                gateway, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop, key=key, bos=bos
             )
         model = self._served.front
         return generate.stream(self.grpc_url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)

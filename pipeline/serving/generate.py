@@ -37,6 +37,9 @@ _TYPES = {
     "seed": "UINT64",
 }
 
+# A server of the OpenAI API takes the model's recommended values for what is left out, Triton takes these.
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+
 
 def _values(sampling: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
     return {name: max_tokens if name == "max_tokens" else getattr(sampling, name) for name in _TYPES}
@@ -158,13 +161,19 @@ def _leave(client: Any, *, by_itself: bool, seconds: float) -> None:
 
 def stream_openai(
     url: str, prompt: str, sampling: SamplingParams, *,
-    model: str, max_tokens: int, stop_words: Sequence[str] = (), key: str | None = None,
+    model: str, max_tokens: int, stop_words: Sequence[str] = (), key: str | None = None, bos: str | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """As `stream`, from an OpenAI-compatible server: a gateway, or that of a runtime."""
+    """As `stream`, from an OpenAI-compatible server: a gateway, or that of a runtime.
+
+    bos  text of the token that the server puts before each prompt; None for a gateway, which looks at the prompt
+    """
     values = {name: value for name, value in _values(sampling, max_tokens).items() if value is not None}
-    if sampling.temperature is None and sampling.top_k is None and sampling.top_p is None:
+    if sampling.temperature is None and not sampling.top_k and not sampling.top_p:
         values["temperature"] = 0.0  # its default is not greedy
-    body = {"model": model, "prompt": prompt, "stop": list(stop_words), **values}
+    body = {"model": model, "prompt": prompt, "stop": list(stop_words), **_NEUTRAL, **values}
+    if bos and prompt.startswith(bos):
+        # A chat template writes the token itself; a second one would change the answer.
+        body["add_special_tokens"] = False
     for event in events(url, "/v1/completions", body, key):
         yield from (choice["text"] for choice in event["choices"])
 

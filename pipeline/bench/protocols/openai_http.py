@@ -25,12 +25,15 @@ _NO_JSON = (b"[DONE]", b"")
 class OpenAiHttp:
     """Codec of one model. Made by `find`."""
 
-    def __init__(self, site: Site, model: str, chat: bool) -> None:
+    def __init__(self, site: Site, model: str, chat: bool, *, own: bool = False) -> None:
+        """`own`: the server is this project's gateway."""
         self.protocol = "chat" if chat else "completions"
         self._site = site
         self._model = model
         self._chat = chat
         self._path = "/chat/completions" if chat else "/completions"
+        # Without the penalty that the model recommends, as over Triton. Other servers may not know the field.
+        self._greedy = {"temperature": 0, **({"repetition_penalty": 1} if own else {})}
 
     @classmethod
     def find(cls, site: Site, model: str, *, chat: bool) -> OpenAiHttp:
@@ -40,16 +43,16 @@ class OpenAiHttp:
         if status == 401 or (status == 403 and given):
             raise key_refused(site.url, given=given)
         try:
-            names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
+            owners = {entry["id"]: entry.get("owned_by") for entry in listing["data"] if isinstance(entry["id"], str)}
         except (KeyError, TypeError):
             raise HostError(
                 f"what answers at {site.url} is not an OpenAI-compatible server",
                 why=f"GET {site.path}/models gives status {status} and no list",
                 remedy="give the URL of its API, such as http://localhost:9000/v1",
             ) from None
-        if model not in names:
-            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=suggestion(model, names))
-        return cls(site, model, chat)
+        if model not in owners:
+            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=suggestion(model, owners))
+        return cls(site, model, chat, own=owners[model] == "trtpipe")
 
     def described(self) -> dict[str, Any]:
         return {"protocol": self.protocol, "url": self._site.url, "server": "OpenAI-compatible", "model": self._model}
@@ -61,7 +64,7 @@ class OpenAiHttp:
         ask = {"messages": list(said)} if self._chat else {"prompt": prompt}
         body: dict[str, Any] = {"model": self._model, **ask, "max_tokens": max_tokens, "stream": True}
         sampled = {"temperature", "top_k", "top_p"} & set(options)
-        body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}
+        body |= {"stream_options": {"include_usage": True}, **({} if sampled else self._greedy), **options}
         return self._site.post(self._path, identity, body)
 
     def decode(self, request: InFlightRequest) -> Answer:

@@ -78,6 +78,7 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     ignore_eos: bool = False
     detokenize: bool = True
+    add_special_tokens: bool = True
     guided_decoding: GuidedDecodingParams | None = None
 
     def __post_init__(self) -> None:
@@ -225,7 +226,8 @@ class LLM:
         lora_request: LoRARequest | None = None, streaming: bool = False,
     ) -> RequestOutput:  # fmt: skip
         sampling = sampling_params or SamplingParams()
-        prompt = self._tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
+        special = sampling.add_special_tokens
+        prompt = self._tokenizer.encode(inputs, special) if isinstance(inputs, str) else inputs
         if not prompt or not all(type(token) is int for token in prompt):
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         if len(prompt) + 1 > self._longest:
@@ -316,8 +318,8 @@ class _Tokenizer:
         ends = json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"]
         self.end = ends[0] if isinstance(ends, list) else ends
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids))

@@ -117,9 +117,22 @@ def test_a_client_asks_it_greedily_unless_told_otherwise(server: Server, target:
     assert client.generate("Where?", max_tokens=5, stop=["."]) == "Paris"
     assert client.generate("Where?", max_tokens=5, top_k=3, seed=7) == "Paris"
     greedy, sampled = [json.loads(line) for line in logged(server, "asked")][1:]
-    common = {"path": "/v1/completions", "model": target, "prompt": "Where?", "max_tokens": 5, "stream": True}
-    assert greedy == {**common, "stop": ["."], "temperature": 0.0}
-    assert sampled == {**common, "stop": [], "top_k": 3, "seed": 7}
+    # As from Triton: without the values that the model recommends.
+    common = {
+        "path": "/v1/completions", "model": target, "prompt": "Where?", "max_tokens": 5, "stream": True,
+        "top_p": 1.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert greedy == {**common, "stop": ["."], "temperature": 0.0, "top_k": 0}
+    assert sampled == {**common, "stop": [], "temperature": 1.0, "top_k": 3, "seed": 7}
+
+
+def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one(server: Server) -> None:
+    client = trtpipe.Client()
+    for prompt in ("<s>Where?", "Where? <s>"):
+        assert client.generate(prompt) == "Paris"
+    with_token, without = [json.loads(line) for line in logged(server, "asked")][1:]
+    assert (with_token["prompt"], with_token["add_special_tokens"]) == ("<s>Where?", False)
+    assert "add_special_tokens" not in without
 
 
 def test_it_is_ended_with_what_it_started(target: str, python: str) -> None:

@@ -309,7 +309,7 @@ def test_a_stop_word_that_stands_in_the_prompt_does_not_end_the_answer(
 def llm_api() -> Any:
     """The LLM API's model, in front of an engine that the test gives."""
     model = load(TEMPLATES / "llmapi" / "model.py").TritonPythonModel()
-    vars(model).update(decoupled=True, max_queue_size=0, answering=0, running=collections.defaultdict(set))
+    vars(model).update(decoupled=True, max_queue_size=0, answering=0, running=collections.defaultdict(set), bos="<s>")
     return model
 
 
@@ -369,6 +369,30 @@ def test_a_chosen_token_without_a_log_probability_is_told_as_that(llm_api: Any) 
     assert error is not None
     assert error.message() == "this release of TensorRT-LLM gave no log-probability of a token that it chose"
     assert len(aborted) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt", "sent"),
+    [
+        ({"bos_token": "<s>"}, "<s>[INST] Hi", False),
+        ({"bos_token": {"content": "<s>"}}, "<s>[INST] Hi", False),
+        ({"bos_token": "<s>"}, "Hi <s>", None),
+        ({"bos_token": None}, "<s>Hi", None),
+        ({}, "<s>Hi", None),
+        (None, "<s>Hi", None),
+        ({"bos_token": "<s>"}, [0, 5], None),
+    ],
+)
+def test_a_text_of_a_chat_template_gets_no_second_first_token(
+    llm_api: Any, tmp_path: Path, config: dict[str, Any] | None, prompt: str | list[int], sent: bool | None
+) -> None:
+    """As from the preprocessing of the C++ backend; the LLM API adds its special tokens unless told otherwise."""
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    read = load(TEMPLATES / "llmapi" / "model.py")._bos
+    vars(llm_api).update(sampling_params=SimpleNamespace, bos=read(tmp_path))
+    sampling = llm_api._sampling(InferenceRequest(), {"text_output"}, prompt)
+    assert getattr(sampling, "add_special_tokens", None) is sent
 
 
 def test_the_llm_api_answers_one_prompt_a_request_and_refuses_several(llm_api: Any) -> None:

@@ -105,6 +105,7 @@ class TritonPythonModel:
         self.max_batch_size = settings["max_batch_size"]
         # A relative path counts from the root of the model repository.
         settings["model"] = str(Path(args["model_repository"]).parent / settings["model"])
+        self.bos = _bos(Path(settings["model"]))
         self.llm = LLM(**settings)
         self.metrics = _Metrics(args["model_name"], args["model_version"])
         self.answering = 0
@@ -165,7 +166,7 @@ class TritonPythonModel:
         if streaming and not self.decoupled:
             raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
         prompt, wanted = _prompt(request), set(request.requested_output_names())
-        sampling, adapter = self._sampling(request, wanted), self._adapter(request)
+        sampling, adapter = self._sampling(request, wanted, prompt), self._adapter(request)
         answer = self.llm.generate_async(prompt, sampling, lora_request=adapter, streaming=streaming)
         watch = asyncio.create_task(self._watch(sender, answer))
         finished = False
@@ -203,8 +204,11 @@ class TritonPythonModel:
             raise ValueError(f"no adapter is called '{name.decode('utf-8')}'")
         return self.adapters[name.decode("utf-8")]
 
-    def _sampling(self, request, wanted):
+    def _sampling(self, request, wanted, prompt):
         chosen = {}
+        if self.bos and isinstance(prompt, str) and prompt.startswith(self.bos):
+            # A chat template writes the beginning-of-sequence token itself; a second one would change the answer.
+            chosen["add_special_tokens"] = False
         for name, (theirs, kind) in SAMPLING.items():
             value = _value(request, name)
             if value is not None:
@@ -334,6 +338,13 @@ def _adapters(folder):
             name = json.loads((path / "adapter.json").read_text(encoding="utf-8"))["name"]
             out[name] = LoRARequest(name, int(path.name), str(path.resolve()))
     return out
+
+
+def _bos(folder):
+    """The beginning-of-sequence text of a tokenizer, whose config has it plain or as an object; None without one."""
+    path = folder / "tokenizer_config.json"
+    token = json.loads(path.read_text(encoding="utf-8")).get("bos_token") if path.is_file() else None
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _prompt(request):

@@ -212,6 +212,20 @@ def test_openai_s_answers_are_greedy_unless_asked_otherwise() -> None:
     assert body(temperature=0.7)["temperature"] == 0.7
 
 
+@pytest.mark.parametrize(("owner", "penalties"), [("trtpipe", [1, 1.5]), ("vllm", [None, 1.5]), (None, [None, 1.5])])
+def test_a_gateway_of_ours_leaves_out_the_penalty_that_the_model_recommends(
+    monkeypatch: pytest.MonkeyPatch, owner: str | None, penalties: list[float | None]
+) -> None:
+    """As over Triton's protocols, which know of no recommendation; other servers get OpenAI's fields alone."""
+    listing = {"data": [{"id": "other", "owned_by": "trtpipe"}, {"id": "m", "owned_by": owner}]}
+    monkeypatch.setattr(Site, "ask", lambda *given: (200, listing))
+    codec = OpenAiHttp.find(SITE, "m", chat=False)
+    bodies = [codec.encode("r", "p", 1, options) for options in ({}, {"repetition_penalty": 1.5}, {"top_p": 0.9})]
+    sent = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in bodies]
+    assert [one.get("repetition_penalty") for one in sent] == [*penalties, None]
+    assert [one.get("temperature") for one in sent] == [0, 0, None]
+
+
 # What an answer holds
 
 COUNTED = replace(TEXT_MODEL, outputs=frozenset(["text_output", "num_output_tokens"]))
