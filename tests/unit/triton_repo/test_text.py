@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.factories import write_tokenizer
 from trtpipe import triton_repo
@@ -69,6 +70,24 @@ def test_only_the_unfinished_character_is_held_back(byte_level: Tokenizer) -> No
     assert streamed(byte_level, [ids[:3], ids[3:11], ids[11:]]) == ["é", "😀 b ", "😀", ""]
 
 
+def test_of_bytes_that_are_no_text_the_last_alone_are_held_back(byte_level: Tokenizer) -> None:
+    """Or each token would take longer than the one before: they are decoded together."""
+    half, decoded = byte_level.encode("é").ids[1], list[int]()
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        decoded.append(len(ids))
+        return str(byte_level.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    tokenizer: Any = SimpleNamespace(decode=decode)
+    pieces = streamed(tokenizer, [[half]] * 20)
+    assert pieces == [*[""] * 8, "\ufffd" * 6, *[""] * 5, "\ufffd" * 6, *[""] * 5, "\ufffd" * 8]
+    assert max(decoded) == 9
+    # A character among them is whole all the same, and special tokens are no text.
+    face = byte_level.encode("😀").ids
+    assert "".join(streamed(byte_level, [[token] for token in [half] * 9 + face])) == "\ufffd" * 9 + "😀"
+    assert "".join(streamed(byte_level, [[token] for token in [*face[:2], *[1] * 20, *face[2:]]])) == "😀"
+
+
 def test_the_spaces_of_words_are_kept() -> None:
     tokenizer = sentencepiece()
     assert streamed(tokenizer, [[1], [2], [3], [2]]) == ["Hello", " world", "!", " world", ""]
@@ -79,7 +98,11 @@ def test_special_tokens_between_words_cost_no_space(byte_level: Tokenizer) -> No
     assert "".join(streamed(byte_level, [hello, [1], [1], there])) == "hello there"
 
 
-@given(st.lists(st.lists(st.integers(0, 257), max_size=4), max_size=30))
+# A special token, and bytes of characters that have several: enough of them in a row are given up.
+BYTES = st.sampled_from([0, *(2 + sorted(pre_tokenizers.ByteLevel.alphabet()).index(letter) for letter in "ĢŁðÿ")])
+
+
+@given(st.lists(st.lists(st.one_of(st.integers(0, 257), BYTES, BYTES), max_size=4), max_size=30))
 def test_the_pieces_add_up_to_the_whole_byte_level(byte_level: Tokenizer, chunks: list[list[int]]) -> None:
     whole = byte_level.decode([token for chunk in chunks for token in chunk], skip_special_tokens=True)
     assert "".join(streamed(byte_level, chunks)) == whole
@@ -90,7 +113,7 @@ def test_the_pieces_add_up_to_the_whole_sentencepiece(parts: list[list[int]]) ->
     """For bytes that are text; of a run of bytes that is none the library replaces every byte, looking back."""
     tokenizer = sentencepiece()
     ids = [token for part in parts for token in part]
-    for size in (1, 3):
+    for size in (1, 3, 16):
         chunks = [ids[place : place + size] for place in range(0, len(ids), size)]
         assert "".join(streamed(tokenizer, chunks)) == tokenizer.decode(ids)
 

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 # What the tokenizer writes for bytes that are no whole character (yet).
 UNFINISHED = "\ufffd"
+# Tokens that a detokenizer holds for an unfinished character; then it gives up all but the bytes that one may lack.
+MOST_HELD, MOST_BYTES = 8, 3
 
 
 def parameter(config, key, default=None):
@@ -91,7 +93,8 @@ class Detokenizer:
 
     Decoding a token needs the ones before it: a character may span several tokens, and SentencePiece drops the
     space of a first word. So the tokens of the last piece are kept and decoded again in front of the new ones.
-    An unfinished character at the end is held back, and only it; `flush` gives up what is still held.
+    An unfinished character at the end is held back, and only it; `flush` gives up what is still held. Of a long run of
+    bytes that are no text the last three alone are held: a character has four at most.
     """
 
     def __init__(self, tokenizer, skip_special_tokens):
@@ -104,13 +107,29 @@ class Detokenizer:
         self._ids.extend(ids)
         text = self._new_text()
         finished = text.rstrip(UNFINISHED)
-        piece = finished[self._shown :]
         if text and finished == text:
+            piece = finished[self._shown :]
             self._ids = self._ids[self._whole :]
             self._whole, self._shown = len(self._ids), 0
-        else:
+        elif len(ids) > 1:
+            # Characters may end within these tokens, and some decoders tell only where the last token ends one.
+            del self._ids[-len(ids) :]
+            piece = "".join([self.push([one]) for one in ids])
+        elif len(self._ids) - self._whole <= MOST_HELD:
+            piece = finished[self._shown :]
             self._shown = max(self._shown, len(finished))
+        else:
+            piece = self._give_up(text)
         return piece
+
+    def _give_up(self, text):
+        """The new text but for the characters of the last bytes; the tokens before these are forgotten."""
+        with_text = [one for one in self._ids[self._whole :] if self._decode([one])]
+        self._ids[self._whole :] = with_text[-MOST_BYTES:]
+        piece, kept = text[self._shown :], self._new_text()
+        held = min(MOST_BYTES, *(len(one) - len(one.rstrip(UNFINISHED)) for one in (piece, kept)))
+        self._shown = len(kept) - held
+        return piece[: len(piece) - held]
 
     def flush(self):
         piece = self._new_text()[self._shown :]
