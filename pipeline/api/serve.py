@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,10 +131,11 @@ class Client:
 
     @checked
     def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that the model's chat template makes of a message, or of a conversation of {role, content}; a
-        model without a template gets a message as it is.
+        """The prompt that the model's chat template makes of a message, or of a conversation of {role, content} as the
+        gateway takes it; a model without a template gets a message as it is.
 
-        Raises InputDataError for a template that cannot be applied, UsageError for a conversation without one.
+        Raises InputDataError for a template that cannot be applied, UsageError for a conversation without one and for
+        messages that the gateway refuses.
         """
         from trtpipe.engines.errors import UsageError
         from trtpipe.engines.hf import chat_template
@@ -143,7 +145,7 @@ class Client:
             if isinstance(messages, str):
                 return messages
             raise UsageError(f"{self.target} has no chat template", remedy="give a text")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(dict, messages))
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else _turns(messages)
         return chat_template.apply_template(self._served.tokenizer, template, turns)
 
     @checked
@@ -171,6 +173,22 @@ class Client:
             )
         model = self._served.front
         return generate.stream(self.grpc_url, prompt, params, model=model, max_tokens=max_tokens, stop_words=stop)
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a conversation as chat templates take them. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.gateway.failure import Failure
+    from trtpipe.pipeline.gateway.messages import plain
+    from trtpipe.pipeline.gateway.requests import TokenizeRequest, parse
+
+    try:
+        asked = parse(json.dumps({"messages": messages}).encode(), TokenizeRequest)
+        return plain(asked.messages or [])
+    except Failure as failure:
+        raise UsageError(failure.message) from None
+    except TypeError as error:
+        raise UsageError("the messages are not JSON", why=str(error)) from None
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import trtpipe
-from tests.support.factories import hf_folder, write_passport
+from tests.support.factories import hf_folder, write_passport, write_tokenizer
 from tests.support.paths import ROOT
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.api.arguments import checked
@@ -292,6 +292,30 @@ def test_a_client_needs_a_server() -> None:
         trtpipe.Client()
     with pytest.raises(trtpipe.UsageError, match="no server named 'x' is running"):
         trtpipe.Client("target", server="x")
+
+
+def test_a_client_renders_messages_as_the_gateway_does(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    client = object.__new__(trtpipe.Client)
+    vars(client)["_served"] = SimpleNamespace(tokenizer=tmp_path, name="t")
+    parts = ({"type": "text", "text": "one "}, {"type": "text", "text": "two"})
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "parsed": None}
+    ]  # fmt: skip
+    assert client.prompt(messages) == "<s>[system]Be brief.[user]one two"
+    assert client.prompt("Hi") == "<s>[user]Hi"
+    refused: list[tuple[list[dict[str, Any]], str]] = [
+        ([], "'messages': List should have at least 1 item"),
+        ([{"role": "king", "content": "x"}], "'messages.0.role': "),
+        ([{"role": "user", "content": "x", "colour": 1}], "unknown field 'messages.0.colour'"),
+        ([{"role": "user"}], "'messages.0.content' is missing"),
+        ([{"role": "user", "content": object()}], "the messages are not JSON: Object of type object is not"),
+    ]
+    for wrong, told in refused:
+        with pytest.raises(trtpipe.UsageError, match=re.escape(told)):
+            client.prompt(wrong)
 
 
 NEVER_LEFT = """
