@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,6 +134,14 @@ def place(source: Path, target: Path) -> None:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     shutil.copyfile(real, target)
+
+
+def copy_files(source: Path, out: Path, names: Iterable[str]) -> None:
+    """Copy those of the files `names` that the folder `source` has into `out`, with the folders that they are in."""
+    for name in names:
+        if (source / name).is_file():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, out / name)
 
 
 def copy(source: Path, target: Path, progress: Callable[[int], None] = lambda nbytes: None) -> None:

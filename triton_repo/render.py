@@ -21,7 +21,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.files import place
+from trtpipe.engines.files import copy_files, place
 from trtpipe.engines.hf.draft import place_draft
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
 from trtpipe.engines.json_input import read_json
@@ -68,6 +68,9 @@ def render(
         repository = ModelRepository(path=out, models=(llmapi.MODEL,))
         values = place_llmapi(engine, serving, TEMPLATES, out, find_toolchain(passport.toolchain).sampler)
         _write_config("llmapi", values, out / llmapi.MODEL)
+        # Such as the end tokens, where config.json alone states them.
+        lacking = [name for name in TOKENIZER_FILES if not (out / ENGINE_FOLDER / name).exists()]
+        copy_files(tokenizer, out / ENGINE_FOLDER, lacking)
         check_configs(out, repository.models)
         return repository
     repository = ModelRepository(path=out)
@@ -78,9 +81,7 @@ def render(
             place(source, out / ENGINE_FOLDER / source.name)
     place_draft(engine.path, out / ENGINE_FOLDER)
     (out / TOKENIZER_FOLDER).mkdir()
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
+    copy_files(tokenizer, out / TOKENIZER_FOLDER, TOKENIZER_FILES)
     (out / TOKENIZER_INFO).write_text(tokenizer_info(tokenizer), encoding="utf-8")
     for model, values in _values(passport, serving, adapters, _vocabulary(engine.path)).items():
         template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model

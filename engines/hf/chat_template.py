@@ -15,6 +15,9 @@ from trtpipe.engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = dict[str, Any]
+TEMPLATE = "chat_template.jinja"
+# The one for chats with tools, as transformers 5 saves it.
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 # The longest template on the hub has 20 kB.
 MAX_TEMPLATE_BYTES = 1 << 20
 RAW = "pass --raw to send the text as it is"
@@ -23,12 +26,13 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def read_template(tokenizer: Path, *, tools: bool = False) -> str | None:
-    """Read a tokenizer folder's chat template, from its own file or tokenizer_config.json; None if it has none.
+    """Read a tokenizer folder's chat template, from a file of its own or tokenizer_config.json; None if it has none.
 
     tools  whether for a chat with tools: of several templates it has the one called `tool_use`, as in transformers
     """
-    file = tokenizer / "chat_template.jinja"
-    if file.is_file():
+    names = (TOOL_TEMPLATE, TEMPLATE) if tools else (TEMPLATE,)
+    file = next((tokenizer / name for name in names if (tokenizer / name).is_file()), None)
+    if file is not None:
         try:
             return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:

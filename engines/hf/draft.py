@@ -6,12 +6,16 @@ from pathlib import Path
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
+from trtpipe.engines.hf.chat_template import TOOL_TEMPLATE
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, read_config_json, read_model_config
 from trtpipe.engines.hf.layout import place_config
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL
 
-_NAMES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+_NAMES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json",
+    *(name for name in TOKENIZER_FILES if name != TOOL_TEMPLATE),  # it is sent no chats
+)  # fmt: skip
 
 
 def draft_files(folder: Path) -> list[Path]:

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from trtpipe.engines.base import Checkpoint, Engine
-from trtpipe.engines.files import place
+from trtpipe.engines.files import copy_files, place
+from trtpipe.engines.hf.chat_template import TOOL_TEMPLATE
 from trtpipe.engines.hf.layout import place_config
 
 
@@ -25,6 +26,7 @@ def lay_out(checkpoint: Checkpoint, out: Path, rendered: dict[str, str]) -> Engi
             place_config(path, out / path.name)
         elif path.is_file():
             place(path, out / path.name)
+    copy_files(checkpoint.path, out, (TOOL_TEMPLATE,))
     for name, text in rendered.items():
         (out / name).write_text(text, encoding="utf-8")
     return Engine(path=out)

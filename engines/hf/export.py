@@ -12,7 +12,7 @@ from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
 from trtpipe.engines.files import place, write_json
-from trtpipe.engines.hf.folder import INDEX_NAME, locate_tensors, read_model_config
+from trtpipe.engines.hf.folder import index_of, locate_tensors, read_model_config
 from trtpipe.engines.hf.layout import config_in, copy_companions, lay_out, whole
 
 
@@ -30,8 +30,9 @@ def export(source: Path, out: Path, *, dtype: DataType, progress: Progress = lam
         files = sorted({tensor.path for tensor in located.values()})
         for path in files:
             place(path, out / path.name)
-        if (source / INDEX_NAME).is_file():
-            shutil.copyfile(source / INDEX_NAME, out / INDEX_NAME)
+        index = index_of(source)
+        if index is not None:
+            shutil.copyfile(index, out / index.name)
         return Checkpoint(path=out)
     plans = [whole(name, shape, None) for name, shape in source_shapes(model).items()]
     rewrite(located, lay_out(out, plans, stored), dtype, progress)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError, suggestion
 from trtpipe.engines.families import families, names_of
-from trtpipe.engines.hf.chat_template import require_template
+from trtpipe.engines.hf.chat_template import TEMPLATE, TOOL_TEMPLATE, require_template
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.hf.safetensors_file import SafetensorsError, TensorEntry, read_header
 from trtpipe.engines.json_input import read_json
@@ -32,7 +32,8 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE,
+    TOOL_TEMPLATE,
     "generation_config.json",
 )
 
@@ -106,10 +107,11 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
 def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
     """Locate all tensors by name, in one safetensors file or in the shards that an index names.
 
-    Raises SafetensorsError for a damaged shard and InputDataError for a missing or contradictory one.
+    Raises SafetensorsError for a damaged shard and InputDataError for a missing or contradictory one, and for a folder
+    with both.
     """
-    index_path = folder / INDEX_NAME
-    if index_path.is_file():
+    index_path = index_of(folder)
+    if index_path is not None:
         return _from_index(folder, index_path)
     single = folder / SINGLE_NAME
     if single.is_file():
@@ -125,6 +127,27 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
         f"{folder} has no weights", why=f"neither {SINGLE_NAME} nor {INDEX_NAME} is there",
         remedy="download the model again, as safetensors",
     )  # fmt: skip
+
+
+def index_of(folder: Path) -> Path | None:
+    """The index of the model's shards; None without one, and for one that was left behind beside a single file.
+
+    Raises InputDataError for an index that cannot be read, and where its shards and the single file are all there.
+    """
+    index_path = folder / INDEX_NAME
+    if not index_path.is_file():
+        return None
+    if not (folder / SINGLE_NAME).is_file():
+        return index_path
+    shards = set(read_index(index_path).values())
+    there = shards & {path.name for path in folder.iterdir()}
+    if there and there == shards and SINGLE_NAME not in shards:
+        raise InputDataError(
+            f"{folder} holds weights twice, in {SINGLE_NAME} and in the {len(shards)} files that {INDEX_NAME} names",
+            why="they may be of two models, and transformers and vLLM do not read the same of them",
+            remedy="remove those that are not this model's, from a copy of the folder where it is a download's",
+        )
+    return index_path if there else None
 
 
 def check_tied_head(model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.families import names_of
-from trtpipe.engines.files import place, write_json
-from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, read_config_json
+from trtpipe.engines.files import copy_files, place, write_json
+from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, read_config_json
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import ModelConfig
@@ -20,8 +19,7 @@ from trtpipe.engines.model_config import ModelConfig
 SHARD_BYTES = 5_000_000_000
 # Files that a served model needs besides its weights.
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
+    *TOKENIZER_FILES, "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt",
 )  # fmt: skip
 
 
@@ -61,9 +59,7 @@ def place_config(source: Path, target: Path) -> None:
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    for name in COMPANIONS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, out / name)
+    copy_files(source, out, COMPANIONS)
 
 
 def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Path, list[TensorPlan]]]:

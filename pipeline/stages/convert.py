@@ -14,7 +14,8 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.families import family_of
-from trtpipe.engines.files import place
+from trtpipe.engines.files import copy_files, place
+from trtpipe.engines.hf.chat_template import TOOL_TEMPLATE
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import read_stored
@@ -108,8 +109,9 @@ class Convert(Stage):
             stored = read_stored(source)
             assert stored is not None
             stored.check(str(source), model, locate_tensors(source))
-            for path in sorted(source.iterdir()):
+            for path in sorted(path for path in source.iterdir() if path.is_file()):
                 place(path, job.out / path.name)
+            copy_files(source, job.out, (TOOL_TEMPLATE,))
             return {}
         notices = convert_stored(
             source, job.out, mapping=settings.mapping, toolchain=settings.toolchain, log=job.log, progress=job.progress

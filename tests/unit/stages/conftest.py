@@ -39,19 +39,20 @@ def folder(tmp_path: Path) -> Path:
     return hf_folder(tmp_path / "given")
 
 
-def run(source: Source, out: Path, show: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    log = out.parent / "log"
-    return DOWNLOAD.run(
-        Job(
-            settings=source,
-            inputs={},
-            digests={},
-            out=out,
-            log=log,
-            progress=lambda done, total: None,
-            show=show,
-        )
+def job(
+    settings: Any, out: Path, show: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda done, total: None, **inputs: Path,
+) -> Job:  # fmt: skip
+    return Job(
+        settings=settings, inputs=inputs, digests={}, out=out, log=out.parent / "log", progress=progress, show=show
     )
+
+
+def run(
+    source: Source, out: Path, show: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    return DOWNLOAD.run(job(source, out, show, progress))
 
 
 def refusal(source: Source, out: Path, kind: type[TrtpipeError], exit_code: int) -> str:

@@ -28,13 +28,17 @@ from trtpipe.pipeline.store.store import Store
 @pytest.mark.loopback
 def test_a_repository_is_pinned_and_its_commit_recorded(server: Hub, folder: Path, out: Path, tmp_path: Path) -> None:
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
-    commit = server.add("acme/tiny", {**content, "README.md": b"", "pytorch_model.bin": b""})
+    template = "additional_chat_templates/tool_use.jinja"
+    others = {"additional_chat_templates/rag.jinja": b"", "README.md": b"", "pytorch_model.bin": b""}
+    commit = server.add("acme/tiny", {**content, template: b"for tools", **others})
     source = HubSource(repo_id="acme/tiny")
     assert DOWNLOAD.sources(source, Digests(tmp_path / "digests.json")) == {"acme/tiny": commit}
     # The branch moves between planning and downloading: what was planned is what is downloaded.
     server.add("acme/tiny", {**content, "config.json": b"{}"})
     assert run(source, out) == {"source": "Hugging Face acme/tiny@main", "commit": commit}
-    assert names(out) == WANTED
+    assert names(out) == ["additional_chat_templates", *WANTED]
+    assert names(out / "additional_chat_templates") == ["tool_use.jinja"]
+    assert (out / template).read_bytes() == b"for tools"
     assert {name: (out / name).read_bytes() for name in WANTED} == content
     assert not any(path.is_symlink() for path in out.iterdir())
 

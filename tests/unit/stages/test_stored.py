@@ -13,6 +13,7 @@ import pytest
 from tests.support.factories import QWEN3_MOE, hf_folder
 from tests.support.hub_server import Hub
 from tests.support.stored_folders import stored_folder, write_config
+from tests.unit.stages.conftest import job as stage_job
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines.accuracy import job, worker
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError, UsageError
@@ -23,6 +24,7 @@ from trtpipe.pipeline.resolve import read_spec, resolve
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.stages.convert import CONVERT
 from trtpipe.pipeline.store.store import Store
 
 
@@ -63,6 +65,17 @@ def test_the_precision_is_the_folder_s_own_and_is_not_made_again(fp8: Path, int8
     served = plan(int8, gpu="a100", runtime="vllm")
     assert (served.precision.name, served.precision.stored) == ("int8-pc-pt", "compressed-tensors")
     assert served.target == "tiny-int8.a100.int8-pc-pt.vllm"
+
+
+def test_a_template_for_tools_stays_with_the_folder(fp8: Path, tmp_path: Path) -> None:
+    given, made, template = tmp_path / "given", tmp_path / "made", "additional_chat_templates/tool_use.jinja"
+    shutil.copytree(fp8, given)
+    made.mkdir()
+    (given / template).parent.mkdir()
+    (given / template).write_text("{{ tools }}")
+    CONVERT.run(stage_job(CONVERT.settings(plan(given, gpu="h100", runtime="vllm")), made, model=given))
+    files = [sorted(path.relative_to(one) for path in one.rglob("*")) for one in (given, made)]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def test_nvidia_s_graph_has_no_tensor_of_ours(engine: Engine, tokenizer: Path, o
 
 
 def test_the_tree_is_what_triton_loads(engine: Engine, tokenizer: Path, out: Path) -> None:
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     assert render(engine, tokenizer, ServingConfig(), out).models == MODELS
     assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == [
         "ensemble/1/.keep",
@@ -78,6 +80,7 @@ def test_the_tree_is_what_triton_loads(engine: Engine, tokenizer: Path, out: Pat
         "postprocessing/1/trtpipe_text.py",
         "postprocessing/config.pbtxt",
         "preprocessing/1/model.py",
+        "preprocessing/1/tokenizer/additional_chat_templates/tool_use.jinja",
         "preprocessing/1/tokenizer/tokenizer.json",
         "preprocessing/1/tokenizer/tokenizer_config.json",
         "preprocessing/1/trtpipe_text.py",
@@ -259,11 +262,13 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
         max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8, kv_cache_host_memory_bytes=1024,
         llm_args=more,
     )  # fmt: skip
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 2}')
     repository = render(Engine(path=folder), tokenizer, serving, out)
     assert repository.models == ("tensorrt_llm",)
     check_golden("llmapi.pbtxt", (out / "tensorrt_llm" / "config.pbtxt").read_text())
     assert sorted(path.name for path in (out / "tensorrt_llm" / "1").iterdir()) == [
-        "config.json", "llm_args.yaml", "model.py", "model.safetensors", "model.yaml", "passport.json",
+        "config.json", "generation_config.json", "llm_args.yaml", "model.py", "model.safetensors", "model.yaml",
+        "passport.json", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     settings = yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text())
     # For `trtllm-serve --config`, which knows no more.

@@ -19,6 +19,7 @@ from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.hf import layout as hf_layout
+from trtpipe.engines.hf.chat_template import TOOL_TEMPLATE
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.safetensors_file import read_header
@@ -203,6 +204,8 @@ def test_what_transformers_5_renamed_has_its_older_names_too(in_folder: Path, tm
         config = json.loads((folder / "config.json").read_text())
         del config["rope_theta"], config["torch_dtype"]
         (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        (folder / TOOL_TEMPLATE).parent.mkdir()
+        (folder / TOOL_TEMPLATE).write_text("for tools")
         return folder
 
     def told(folder: Path) -> tuple[Any, ...]:
@@ -217,6 +220,9 @@ def test_what_transformers_5_renamed_has_its_older_names_too(in_folder: Path, tm
     served = run.linked("repository") / "tensorrt_llm" / "1"
     names = (5e5, linear, "bfloat16", "bfloat16")
     assert [told(one) for one in (engine, engine / "draft", served, served / "draft")] == [names] * 4
+    # The chat template that it has in a folder of its own is there, and none of the draft model.
+    assert [path.read_text() for path in (engine / TOOL_TEMPLATE, served / TOOL_TEMPLATE)] == ["for tools"] * 2
+    assert [path.name for path in (served / "draft").rglob("*") if path.suffix == ".jinja"] == []
     # So have folders that commands write, and engines of checkpoints without them: folders that came quantized.
     written, placed = tmp_path / "written", tmp_path / "placed"
     for folder in (written, placed):
@@ -224,6 +230,7 @@ def test_what_transformers_5_renamed_has_its_older_names_too(in_folder: Path, tm
     export(model, written, dtype=DataType.FLOAT16)
     hf_engine.lay_out(Checkpoint(path=model), placed, {})
     assert (told(written), told(placed)) == ((5e5, linear, "float16", "float16"), names)
+    assert (written / TOOL_TEMPLATE).read_text() == "for tools"
     # A config without new names stays as it is.
     old = hf_folder(in_folder / "old")
     hf_engine.lay_out(Checkpoint(path=old), tmp_path / "home", {})

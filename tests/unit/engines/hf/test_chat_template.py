@@ -97,6 +97,9 @@ def test_where_a_template_is_read_from(folder: Path) -> None:
     assert (read_template(folder), read_template(folder, tools=True)) == ("two", "three")
     (folder / "chat_template.jinja").write_text("é", encoding="utf-8")
     assert read_template(folder) == read_template(folder, tools=True) == "é"  # the file of its own wins
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("four")
+    assert (read_template(folder), read_template(folder, tools=True)) == ("é", "four")
 
 
 def test_a_folder_without_settings_has_no_template(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 from tests.support.factories import CONFIG, MODEL, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import UnknownModel, locate_tensors, read_index, read_model_config, require_tokenizer
+from trtpipe.engines.hf.folder import (
+    UnknownModel,
+    index_of,
+    locate_tensors,
+    read_index,
+    read_model_config,
+    require_tokenizer,
+)
 from trtpipe.engines.hf.safetensors_file import SafetensorsError
 from trtpipe.engines.model_config import ModelConfig
 
@@ -255,9 +262,30 @@ def test_shards_may_be_links_as_in_the_hub_cache(folder: Path, tmp_path: Path) -
     assert len(locate_tensors(folder)) == 21
 
 
-def test_with_an_index_a_stray_single_file_is_no_part_of_the_model(folder: Path) -> None:
+def test_shards_and_a_single_file_are_two_sets_of_weights(folder: Path) -> None:
     hf_folder(folder, shards=2)
-    (folder / "model.safetensors").write_bytes(b"other")
+    hf_folder(folder, seed=1)
+    with pytest.raises(InputDataError) as error:
+        locate_tensors(folder)
+    assert refused(error) == (
+        f"{folder} holds weights twice, in model.safetensors and in the 2 files that {INDEX} names: "
+        "they may be of two models, and transformers and vLLM do not read the same of them; "
+        "remove those that are not this model's, from a copy of the folder where it is a download's"
+    )
+    # Without one of its shards the index may be the model's, whose download is not complete.
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputDataError, match=r"model-00002-of-00002\.safetensors is missing"):
+        locate_tensors(folder)
+    # Without all of them it was left behind.
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert {one.path for one in locate_tensors(folder).values()} == {folder / "model.safetensors"}
+
+
+def test_an_index_of_the_single_file(folder: Path) -> None:
+    hf_folder(folder)
+    names = dict.fromkeys(locate_tensors(folder), "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert index_of(folder) == folder / INDEX
     assert len(locate_tensors(folder)) == 21
 
 
