@@ -183,11 +183,11 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     from trtpipe.pipeline.gateway.requests import TokenizeRequest, parse
 
     try:
-        asked = parse(json.dumps({"messages": messages}).encode(), TokenizeRequest)
+        asked = parse(json.dumps({"messages": list(map(dict, messages))}).encode(), TokenizeRequest)
         return plain(asked.messages or [])
     except Failure as failure:
         raise UsageError(failure.message) from None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError("the messages are not JSON", why=str(error)) from None
 
 

@@ -47,6 +47,8 @@ GONE_SECONDS = 10.0
 CANCEL_SECONDS = 30.0
 # How long the targets' threads may take to notice that, before the command leaves them.
 LEAVE_SECONDS = 5.0
+# Seconds after which a wait begins anew: a signal that comes just before a wait does not end it.
+LOOK_SECONDS = 0.5
 # (target, stage, kind, text): "begins", "progress", "line", "note", "ends"
 Told = Callable[[str, str, str, str], None]
 
@@ -126,6 +128,9 @@ class Cluster:
             # they do on this machine, such as the reading of a GGUF file or an upload, ends with it.
             for _ in range(min(AT_ONCE, len(specs))):
                 threading.Thread(target=work, daemon=True).start()
+            for outcome in outcomes:
+                while not outcome.done():
+                    wait([outcome], LOOK_SECONDS)
             return [outcome.result() for outcome in outcomes]
         except BaseException:
             self._cancel()

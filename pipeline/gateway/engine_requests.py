@@ -89,7 +89,7 @@ def require_sampling(model: EngineModel, sampling: SamplingParams, ends: Sequenc
         raise wrong(f"'temperature': {why}", "temperature", "unsupported_parameter")
     if drawn and log_probs and not model.drawn_log_probs:
         why = "the sampler of this model's runtime gives none of a token that it draws"
-        remedy = "give 'temperature': 0, or serve a build with another sampler (serving.llm_args)"
+        remedy = "give 'temperature': 0, or serve a build without drafts and with another sampler (serving.llm_args)"
         raise wrong(f"'logprobs': {why}: {remedy}", "logprobs", "unsupported_parameter")
     asked = {
         "repetition_penalty": sampling.repetition_penalty not in (None, 1),

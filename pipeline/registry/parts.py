@@ -89,6 +89,8 @@ class Parts:
 
         def work() -> None:
             for number, outcome in left:
+                if ended.is_set():
+                    return
                 try:
                     outcome.set_result(sent(number))
                 except BaseException as error:

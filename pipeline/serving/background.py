@@ -42,7 +42,9 @@ def run(work: Callable[[Ready], None]) -> int | None:
         with contextlib.suppress(ProcessLookupError):  # it has just been collected
             os.kill(child, number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    # The child ignores what this process ignores, such as SIGINT in the background of a shell without job control.
+    taken = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, pass_on) for number in taken}
     try:
         with os.fdopen(told, "rb") as pipe:
             ready = pipe.read()

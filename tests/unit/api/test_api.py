@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,7 @@ def test_a_client_renders_messages_as_the_gateway_does(tmp_path: Path) -> None:
         {"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "parsed": None}
     ]  # fmt: skip
     assert client.prompt(messages) == "<s>[system]Be brief.[user]one two"
+    assert client.prompt(deque(map(MappingProxyType, messages))) == client.prompt(messages)
     assert client.prompt("Hi") == "<s>[user]Hi"
     refused: list[tuple[list[dict[str, Any]], str]] = [
         ([], "'messages': List should have at least 1 item"),
@@ -321,7 +323,7 @@ def test_a_client_renders_messages_as_the_gateway_does(tmp_path: Path) -> None:
 NEVER_LEFT = """
 import contextlib, subprocess, sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 import trtpipe
 from trtpipe.pipeline.serving import repositories, serve, servers
 from trtpipe.pipeline.serving.ports import Endpoints

@@ -401,7 +401,8 @@ def test_answers_that_the_llm_api_cannot_draw_or_score_are_refused_by_name(folde
         assert await refused(client, logprobs=True) == (
             "logprobs",
             "'logprobs': the sampler of this model's runtime gives none of a token that it draws: "
-            "give 'temperature': 0, or serve a build with another sampler (serving.llm_args)",
+            "give 'temperature': 0, or serve a build without drafts and with another "
+            "sampler (serving.llm_args)",
         )
         assert triton.asked == []
         for fields in ({}, {"logprobs": True, "temperature": 0}):
