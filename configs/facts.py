@@ -151,6 +151,12 @@ def find_gpu(name: str) -> GpuSpec:
     raise UsageError(f"unknown GPU '{name}'", remedy=remedy)
 
 
+def gpu_of(name: str) -> GpuSpec | None:
+    """The whole GPU that the driver reports by this name; None for one without a file. Its MIG slices bear it too."""
+    product = name.replace(" ", "-")
+    return next((gpu for gpu in load_gpus().values() if product and gpu.product == product and not gpu.mig), None)
+
+
 def _same_number(known: str, name: str) -> bool:
     """Whether the first number of one name begins with that of the other. An RTX 3090 is not an RTX 5090 misspelt."""
     one, other = ("".join(re.findall(r"\d+", text)[:1]) for text in (known, name))

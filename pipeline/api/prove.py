@@ -108,7 +108,8 @@ def prove(
 
 
 def this_gpu() -> str:
-    """Name of this machine's GPU in `trtpipe gpus`, or cpu. Raises UsageError for a GPU without a file."""
+    """Name of this machine's GPU in `trtpipe gpus`, or cpu. Raises UsageError for a GPU without a file, and for a MIG
+    slice, of which the driver reports the card."""
     from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.nvidia import NoDriver, read_gpus
@@ -117,11 +118,17 @@ def this_gpu() -> str:
         gpus = read_gpus()
     except NoDriver:
         return "cpu"
-    product = gpus[0].name.replace(" ", "-") if gpus else ""
-    found = next((spec.name for spec in facts.load_gpus().values() if spec.product == product), None)
+    if not gpus:
+        return "cpu"
+    if gpus[0].uuid.startswith("MIG-"):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES names a MIG slice of {gpus[0].name}", why="the driver does not report its size",
+            remedy="give --gpu, such as h100-mig-3g.40gb of `trtpipe gpus`",
+        )  # fmt: skip
+    found = facts.gpu_of(gpus[0].name)
     if found is None:
-        raise UsageError(f"no file of `trtpipe gpus` is of {product or 'this machine'}", remedy="give --gpu")
-    return found
+        raise UsageError(f"no file of `trtpipe gpus` is of {gpus[0].name}", remedy="give --gpu")
+    return found.name
 
 
 class _Way:
@@ -233,16 +240,20 @@ def _served(
 
 
 def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
-    """Tokens per second that the planner predicts, by requests in flight; empty where it cannot plan this."""
+    """Tokens per second that the planner predicts, by requests in flight; empty where it cannot plan this, such as
+    several pipeline stages."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.plan import plan
     from trtpipe.pipeline.bench.load.work import Work
     from trtpipe.pipeline.planner.demand import Demand
 
+    if spec.mapping.pp_size > 1:
+        return {}
     demand = Demand(Work(input_tokens=str(INPUT_TOKENS), output_tokens=str(OUTPUT_TOKENS)))
     with suppress(UsageError):
         advice = plan(
-            model, gpu=spec.gpu.name, dtype=spec.precision.name, tp=1, runtime=spec.runtime,
+            model, gpu=spec.gpu.name, dtype=spec.precision.name, tp=spec.mapping.tp_size,
+            moe_ep=spec.mapping.moe_ep_size, runtime=spec.runtime, toolchain=spec.toolchain.name,
             input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
         )  # fmt: skip
         option = advice.candidates[0].option

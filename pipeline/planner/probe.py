@@ -90,12 +90,12 @@ def _measure(gpus: Sequence[Gpu]) -> dict[str, Any]:
 
 def _facts(gpu: Gpu) -> tuple[str, dict[str, Any]]:
     """Name of the card and its facts, from the known cards or else from the driver."""
-    product = gpu.name.replace(" ", "-")
-    for spec in config.load_gpus().values():
-        if spec.product == product and not spec.mig:
-            return spec.name, {"name": spec.name}
+    known = config.gpu_of(gpu.name)
+    if known is not None:
+        return known.name, {"name": known.name}
     if gpu.total_mib is None:
         raise HostError(f"nvidia-smi does not tell the memory of {gpu.name}", remedy="measure it outside a container")
+    product = gpu.name.replace(" ", "-")
     name = product.lower()
     return name, {
         "name": name, "sm": gpu.sm, "memory_gib": round(gpu.total_mib / 1024), "memory_mib": gpu.total_mib,

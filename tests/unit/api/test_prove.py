@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.nvidia import Gpu
 from trtpipe.pipeline.api import prove
 from trtpipe.pipeline.cli.prove import prove as command
 from trtpipe.pipeline.prove import page
@@ -123,3 +125,47 @@ def test_precisions_may_have_spaces_between_them(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StageFailed, match="it was asked"):
         command(dtype="bf16, fp8")
     assert heard == [["bf16", "fp8"]]
+
+
+@pytest.mark.parametrize(
+    ("names", "gpu"),
+    [
+        (("NVIDIA H100 80GB HBM3",), "h100"), (("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"), "a100"),
+        (("NVIDIA L4",), "l4"), ((), "cpu"),
+    ],
+)  # fmt: skip
+def test_a_card_is_not_taken_for_a_slice_of_it(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], gpu: str
+) -> None:
+    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: tuple(map(card, names)))
+    assert prove.this_gpu() == gpu
+
+
+def test_a_slice_and_a_card_without_a_file_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = card("NVIDIA H100 80GB HBM3", "MIG-3ae0")
+    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: (found,))
+    with pytest.raises(UsageError) as error:
+        prove.this_gpu()
+    assert str(error.value) == (
+        "CUDA_VISIBLE_DEVICES names a MIG slice of NVIDIA H100 80GB HBM3: the driver does not report its size; "
+        "give --gpu, such as h100-mig-3g.40gb of `trtpipe gpus`"
+    )
+    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: (card("NVIDIA X1"),))
+    with pytest.raises(UsageError, match="no file of `trtpipe gpus` is of NVIDIA X1; give --gpu"):
+        prove.this_gpu()
+
+
+def card(name: str, uuid: str = "GPU-0a8b") -> Gpu:
+    return Gpu(index=0, name=name, sm=90, driver="595.10", total_mib=81559, used_mib=4, uuid=uuid)
+
+
+def test_the_speed_is_beside_that_of_the_engine_s_own_ranks() -> None:
+    def planned(**options: Any) -> dict[int, float]:
+        return prove._planned(trtpipe.settings(model="llama3-8b", gpu="h100", dtype="bf16", **options), "llama3-8b")
+
+    one, two = planned(), planned(tp=2)
+    assert one.keys() == two.keys() == {1, 8}
+    assert 1.3 * one[1] < two[1] < 2 * one[1]
+    released = {name: planned(runtime="trtllm_pytorch", toolchain=name) for name in ("1.1.0", "1.2.1")}
+    assert released["1.1.0"] != released["1.2.1"]
+    assert planned(pp=2) == {}
