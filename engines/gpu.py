@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from trtpipe.engines.errors import UsageError
 
+# GPUs of a host whose file does not say it: those of a DGX or HGX.
+HOST_GPUS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -41,6 +44,7 @@ class GpuSpec:
     tflops          1e12 operations per second by type: fp16, bf16, fp8, int8, fp4; absent types have no tensor cores
     nvlink_gbs      GB/s in one direction, all links of one GPU together; None without NVLink
     nvlink_gpus     number of GPUs that a bridge joins; None where a switch joins all GPUs of a host
+    host_gpus       number of GPUs of a host, or of several that one switch joins; None for 8
     pcie_gbs        GB/s in one direction
     tdp_w           watts
     price_per_hour  price of one GPU, in the user's currency
@@ -59,6 +63,7 @@ class GpuSpec:
     tflops: dict[str, float] = field(default_factory=dict)
     nvlink_gbs: float | None = None
     nvlink_gpus: int | None = None
+    host_gpus: int | None = None
     pcie_gbs: float | None = None
     tdp_w: float | None = None
     price_per_hour: float | None = None
@@ -82,6 +87,11 @@ class GpuSpec:
 
     def describe(self) -> str:
         return "CPU" if self.sm is None else f"{self.name} (SM{self.sm})"
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Most ranks of an engine on one host."""
+        return 1 if self.mig else self.host_gpus or HOST_GPUS
 
     def require_ranks(self, ranks: int) -> None:
         """Raises UsageError for several ranks on MIG slices: NVIDIA's driver lets no two of them talk."""

@@ -52,7 +52,7 @@ class Question:
 
     gpus        GPUs to compare, in the order of the output
     dtypes      values of `--dtype`, each tried on each GPU
-    tps         GPUs of one engine; empty: every power of two up to 8
+    tps         GPUs of one engine; empty: every power of two up to 8, on MIG slices 1
     moe_tps, moe_eps  of a model with experts, as a build's: numbers of GPUs that divide each expert, and of groups of
                 GPUs that divide the experts, each tried with each tp; empty: every GPU has its part of each expert
     rate        clients per second that the deployment must serve; None where only cost is compared
@@ -270,7 +270,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     made: list[Candidate] = []
     for moe_tp, moe_ep in itertools.product(question.moe_tps or (None,), question.moe_eps or (None,)):
         of_all = len(made)
-        for tp in question.tps or TPS:
+        for tp in question.tps or (TPS if not gpu.mig else (1,)):
             one = _candidate(question, target, precision, (tp, moe_tp, moe_ep), lengths, how)
             # A number of GPUs that does not fit is dropped once a larger number has been tried.
             if len(made) > of_all and made[-1].option is None:

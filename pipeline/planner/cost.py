@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import expert_bytes, kv_token_bytes
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
@@ -319,11 +320,18 @@ class AllReduce(NamedTuple):
 
 def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
     """All-reduce over tp GPUs. A bridge over two cards is not part of a card: it counts where `trtpipe probe` measured
-    it. Raises UsageError where there is no link.
+    it. Raises UsageError where there is no link, or one between hosts.
     """
     gpu.require_ranks(tp)
     if tp == 1:
         return AllReduce(0.0, 0.0, 0.0, 0.0)
+    if tp > gpu.ranks_of_host:
+        raise UsageError(
+            f"{tp} {gpu.name} are more than the {gpu.ranks_of_host} of a host",
+            why="the network between hosts is not predicted",
+            remedy=f"use --tp {gpu.ranks_of_host} or fewer; host_gpus in gpus/{gpu.name}.yaml of TRTPIPE_HOME says "
+            "how many one switch joins",
+        )
     passes = 2 * (tp - 1) / tp
     if linked(gpu, tp):
         assert gpu.sm is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
@@ -12,8 +13,9 @@ from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.judgement import longest_sequence, require_length
 from trtpipe.pipeline.planner.lengths import Lengths
-from trtpipe.pipeline.planner.memory import Limits, smallest_tp
-from trtpipe.pipeline.planner.sizes import MAX_NUM_TOKENS, sizes
+from trtpipe.pipeline.planner.memory import SHARE, smallest_tp
+from trtpipe.pipeline.planner.sizes import LEAST, MAX_NUM_TOKENS, sizes
+from trtpipe.triton_repo.serving import ServingConfig
 
 
 def planned_sizes(
@@ -31,7 +33,7 @@ def planned_sizes(
     expected to use half of them. A GPU of unknown memory, such as the CPU, gets lengths only.
     Raises UsageError for a load that does not exist or is too long for the model, and for an impossible mapping.
     """
-    how, usual, most = load_efficiency(), BuildConfig(), longest_sequence(model, runtime)
+    usual, most = BuildConfig(), longest_sequence(model, runtime)
     out: dict[str, tuple[Any, str]] = {}
     if "load" in chosen:
         wanted = _of_load(str(chosen["load"][0]))
@@ -58,23 +60,33 @@ def planned_sizes(
     weights_elsewhere = chosen.get("build.weight_streaming", (False, ""))[0]
     if gpu.memory_bytes is None or weights_elsewhere:
         return out
-    tp = _given(chosen, "tp", 1)
-    least = Limits(max_batch_size=8, max_num_tokens=MAX_NUM_TOKENS)
+    how, tp = load_efficiency().of(runtime), _given(chosen, "tp", 1)
+    moe_tp, moe_ep = (_given(chosen, name, 0) or None for name in ("moe_tp", "moe_ep"))
+    least = replace(
+        LEAST, tokens_per_block=_given(chosen, "build.tokens_per_block", usual.tokens_per_block),
+        kv_cache_free_gpu_mem_fraction=_share(chosen),
+    )  # fmt: skip
     if "tp" not in chosen and "pp" not in chosen:
-        fewest = smallest_tp(model, dtype, quantization, gpu, least, how, wanted.longest)
+        few = replace(least, max_batch_size=8)
+        fewest = smallest_tp(
+            model, dtype, quantization, gpu, few, how, wanted.longest, moe_tp=moe_tp, moe_ep=moe_ep
+        )  # fmt: skip
         if fewest is not None and fewest > 1:
             tp = fewest
             out["tp"] = (tp, f"the plan: the fewest {gpu.name} that it fits")
-    mapping = Mapping(tp_size=tp, pp_size=_given(chosen, "pp", 1))
+    mapping = Mapping.of(tp, _given(chosen, "pp", 1), moe_tp, moe_ep)
+    given = _given(chosen, "build.max_num_tokens", 0) or None
+    rows = (1 + _given(chosen, "build.max_draft_len", 0)) * _given(chosen, "build.max_beam_width", 1)
     found = sizes(
-        model, dtype, mapping, quantization, gpu, wanted, how,
-        max_num_tokens=_given(chosen, "build.max_num_tokens", MAX_NUM_TOKENS),
+        model, dtype, mapping, quantization, gpu, wanted, how, least=least, max_num_tokens=given, rows=rows,
         max_batch_size=_given(chosen, "build.max_batch_size", 0) or None,
     )  # fmt: skip
-    held = f"the plan: what {gpu.name} holds of sequences of {wanted.mean} tokens"
+    held = f"what {gpu.name} holds of sequences of {wanted.mean} tokens"
+    if given is not None and found.max_batch_size == given // rows:
+        held = f"what a step of {given} tokens has room for"
     fast = found.max_num_tokens >= MAX_NUM_TOKENS
     why = "large enough to compute at full speed" if fast else "all tokens of a full batch"
-    out["build.max_batch_size"] = (found.max_batch_size, held)
+    out["build.max_batch_size"] = (found.max_batch_size, f"the plan: {held}")
     out["build.max_num_tokens"] = (found.max_num_tokens, f"the plan: {why}")
     return out
 
@@ -90,6 +102,13 @@ def _given(chosen: dict[str, tuple[Any, str]], name: str, otherwise: int) -> int
     """A value set by the user, unchecked: errors in it are reported where it is read."""
     value, _ = chosen.get(name, (otherwise, ""))
     return value if isinstance(value, int) and value > 0 else otherwise
+
+
+def _share(chosen: dict[str, tuple[Any, str]]) -> float:
+    """Share of the memory for the KV cache, likewise."""
+    usual = ServingConfig().kv_cache_free_gpu_mem_fraction
+    value, _ = chosen.get(SHARE, (usual, ""))
+    return value if isinstance(value, float) and 0 < value < 1 else usual
 
 
 def _blocks(tokens: int) -> int:

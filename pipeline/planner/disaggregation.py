@@ -90,6 +90,11 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
     best, question = found.candidates[0], found.question
     if gpus < 1:
         raise UsageError(f"--disaggregated is {gpus}", remedy="give the number of GPUs to divide, such as 8")
+    if best.gpu.mig:
+        raise UsageError(
+            "--disaggregated is for whole GPUs", why=f"no KV cache passes between MIG slices ({best.gpu.name})",
+            remedy="leave it out, or plan for whole GPUs",
+        )  # fmt: skip
     if best.best is None:
         raise UsageError("nothing serves this load, so nothing can be split")
     for one in question.objectives:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.backends.base import Target
-from trtpipe.engines.base import DataType
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
@@ -82,10 +84,28 @@ def judge(
         tokens_per_block=build.tokens_per_block,
         kv_cache_free_gpu_mem_fraction=serving.kv_cache_free_gpu_mem_fraction,
     )  # fmt: skip
-    how, tp = load_efficiency(), target.mapping.tp_size
-    found = memory(model, dtype, target.mapping, target.quantization, target.gpu, limits, how)
+    how, mapping = load_efficiency().of(runtime), target.mapping
+    found = memory(model, dtype, mapping, target.quantization, target.gpu, limits, how)
     longest = min(build.max_seq_len, serving.max_attention_window_size or build.max_seq_len)
-    if shortage := found.shortage(longest, target.mapping.world_size):
-        fewest = smallest_tp(model, dtype, target.quantization, target.gpu, limits, how, longest)
-        wider = f"use --tp {fewest} or more, or " if fewest is not None and fewest > tp else "use "
+    if shortage := found.shortage(longest, mapping.world_size, limits):
+        smallest = partial(
+            smallest_tp, model, dtype, target.quantization, target.gpu, limits, how, longest,
+            moe_ep=mapping.moe_ep_size if mapping.moe_ep_size > 1 else None,
+        )  # fmt: skip
+        fewest, wider = smallest(pp=mapping.pp_size), "use "
+        if fewest is not None and fewest > mapping.tp_size:
+            wider = f"use --tp {fewest} or more, or "
+        elif fewest is None and mapping.pp_size == 1 and not target.gpu.mig and not backend.ONE_NODE:
+            of_two = smallest(pp=2) if backend.ALL_STAGES or _has_stages(model) else None
+            hosts = " on two hosts" if of_two == target.gpu.ranks_of_host else ""
+            wider = "use " if of_two is None else f"use --tp {of_two} --pp 2{hosts}, or "
         raise UsageError(f"{name} on {target.gpu.name} {shortage}", remedy=f"{wider}a smaller --dtype or a larger GPU")
+
+
+def _has_stages(model: ModelConfig) -> bool:
+    """Whether TensorRT-LLM divides the model's layers over pipeline stages."""
+    try:
+        check_stages(model, Mapping(pp_size=2))
+    except UsageError:
+        return False
+    return True

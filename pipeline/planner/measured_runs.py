@@ -21,8 +21,9 @@ from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits
 from trtpipe.pipeline.planner.precision import planned_precision
-from trtpipe.pipeline.planner.predict import Option, Prediction
+from trtpipe.pipeline.planner.predict import Option, Prediction, quantization
 from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
+from trtpipe.pipeline.planner.sizes import LEAST, sizes
 
 # Quantities of a run: column of the table -> name in a report.
 QUANTITIES = {"output_tokens_per_s": "tokens/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
@@ -165,16 +166,19 @@ def _option(
     stored = _model(model, source=None, revision=None).stored
     precision = planned_precision(name, shape, stored, card, runtime, dtype, kv_cache)
     lengths = Lengths(mean_input=prompt, mean_output=answer, longest_input=prompt, longest=prompt + answer)
-    limits = None
     if batch is not None:
         limits = Limits(
             max_batch_size=batch, max_num_tokens=max(tokens or 8192, batch), tokens_per_block=TOKENS_PER_BLOCK,
             kv_cache_free_gpu_mem_fraction=fraction,
         )  # fmt: skip
+    else:
+        limits = sizes(
+            shape, precision.dtype, mapping, quantization(precision), card, lengths, how.of(runtime),
+            least=dataclasses.replace(LEAST, kv_cache_free_gpu_mem_fraction=fraction),
+        )  # fmt: skip
+        if tokens is not None:
+            limits = dataclasses.replace(limits, max_num_tokens=max(tokens, limits.max_batch_size))
     made = Option.make(shape, card, precision, mapping, lengths, how.of(runtime), limits)
-    if batch is None and tokens is not None:
-        limits = dataclasses.replace(made.limits, max_num_tokens=max(tokens, made.limits.max_batch_size))
-        made = Option.make(shape, card, precision, mapping, lengths, how.of(runtime), limits)
     made.require_fit(prompt + answer)
     return made
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.checkpoint.split import check_mapping
@@ -18,6 +19,8 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 
+# Share of the memory for the KV cache: of what is left, but where the runtime's MEANS says so of the whole.
+SHARE = "serving.kv_cache_free_gpu_mem_fraction"
 # A plan asks for each rank several times, and each time all its tensors are listed.
 weight_bytes = functools.lru_cache(maxsize=256)(rank_bytes)
 
@@ -66,7 +69,8 @@ class Memory:
     activations  activations of one step of max_num_tokens
     buffers      logits and decoder state of max_batch_size requests
     adapters     LoRA adapters
-    kv_pool      part of the remaining memory that the KV cache takes, in whole blocks
+    kv_pool      memory of the KV cache, in whole blocks: a share of what remains, or what remains of a share of the
+                 whole
     kv_token     KV cache of one token
     """
 
@@ -93,17 +97,20 @@ class Memory:
     def kv_blocks(self) -> int:
         return self.kv_tokens // self.tokens_per_block
 
-    def shortage(self, longest: int, gpus: int) -> str:
-        """Why the memory does not hold an engine with one request of `longest` tokens; "" where it does."""
+    def shortage(self, longest: int, gpus: int, limits: Limits) -> str:
+        """Why the memory does not hold an engine of these limits with one request of `longest` tokens; "" where it
+        does."""
         have = self.total - self.runtime
         if self.weights >= have:
             return (
                 f"does not fit: the weights take {self.weights / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {gpus}"
             )
         if not self.batch(longest):
+            takes = longest * self.kv_token
+            share = f" with {SHARE}={limits.kv_cache_free_gpu_mem_fraction:g}" if takes <= self.free else ""
             return (
-                f"does not fit: {max(0, self.free) / 2**30:.1f} GiB are left for the KV cache, "
-                f"and a sequence of {longest} tokens takes {longest * self.kv_token / 2**30:.1f}"
+                f"does not fit: {self.kv_pool / 2**30:.1f} GiB are left for the KV cache{share}, "
+                f"and a sequence of {longest} tokens takes {takes / 2**30:.1f}"
             )
         return ""
 
@@ -130,7 +137,8 @@ def memory(
     limits: Limits,
     efficiency: Efficiency,
 ) -> Memory:
-    """Raises UsageError for an impossible mapping, and for a GPU of unknown memory."""
+    """Memory with the runtime of `efficiency`. Raises UsageError for an impossible mapping, and for a GPU of unknown
+    memory."""
     check_mapping(model, mapping, quantization=quantization)
     total = gpu.memory_bytes
     if total is None:
@@ -150,8 +158,9 @@ def memory(
     token = kv_token_bytes(model, dtype, mapping, quantization)
     adapters = 0 if limits.adapters is None else 2 * limits.adapters.parameters(model, tp)
     free = total - runtime - weights - activations - buffers - adapters
-    block = token * limits.tokens_per_block
-    pool = max(0, int(limits.kv_cache_free_gpu_mem_fraction * free)) // block * block
+    block, share = token * limits.tokens_per_block, limits.kv_cache_free_gpu_mem_fraction
+    of_whole = SHARE in load_backend(efficiency.runtime).MEANS
+    pool = max(0, int(share * total - (total - free) if of_whole else share * free)) // block * block
     return Memory(
         total=total, runtime=runtime, weights=weights, activations=activations, buffers=buffers,
         adapters=adapters, kv_pool=pool, kv_token=token, tokens_per_block=limits.tokens_per_block,
@@ -166,11 +175,17 @@ def smallest_tp(
     limits: Limits,
     efficiency: Efficiency,
     context: int,
+    *,
+    pp: int = 1,
+    moe_tp: int | None = None,
+    moe_ep: int | None = None,
 ) -> int | None:
-    """The fewest GPUs on which one request of `context` tokens fits; None if no number up to 16 will do."""
-    for tp in (1, 2, 4, 8, 16):
+    """The fewest GPUs of a host on which one request of `context` tokens fits, each with a part of every layer of one
+    of `pp` stages; None where no number will do. `moe_tp` and `moe_ep` are those that are given."""
+    for tp in (tp for tp in (1, 2, 4, 8, 16, 32, 64) if tp <= gpu.ranks_of_host):
         try:
-            found = memory(model, dtype, Mapping(tp_size=tp), quantization, gpu, limits, efficiency)
+            mapping = Mapping.of(tp, pp, moe_tp, moe_ep)
+            found = memory(model, dtype, mapping, quantization, gpu, limits, efficiency)
         except UsageError:
             continue
         if found.free > 0 and found.batch(context):

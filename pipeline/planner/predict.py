@@ -22,12 +22,17 @@ from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Adapters, Limits, Memory, memory
 from trtpipe.pipeline.planner.scheduler import Asked, Places, Timeline, simulate
-from trtpipe.pipeline.planner.sizes import sizes
+from trtpipe.pipeline.planner.sizes import LEAST, sizes
 
 # Share of a run's time that is left out at the start, while the batch fills.
 FILLING = 0.5
 # Least length of a run in request latencies, and the most requests to reach it.
 LATENCIES, MOST_REQUESTS = 8, 10_000
+# Metrics of objectives -> fields of Prediction.
+FIELDS = {
+    "time_to_first_token": "ttft", "time_per_output_token": "tpot", "request_latency": "latency",
+    "inter_token_latency": "itl", "inter_chunk_latency": "itl",
+}  # fmt: skip
 # Least share of the offered rate that must be served; chance alone takes a few per cent of a run.
 KEEPS_UP = 0.9
 
@@ -70,7 +75,7 @@ class Option:
         impossible one."""
         made = quantization(precision)
         chosen = limits or sizes(
-            model, precision.dtype, mapping, made, gpu, lengths, efficiency, adapters=adapters
+            model, precision.dtype, mapping, made, gpu, lengths, efficiency, least=replace(LEAST, adapters=adapters)
         )  # fmt: skip
         found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
         cost = StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency)
@@ -123,7 +128,7 @@ class Option:
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""
-        if shortage := self.memory.shortage(longest, self.tp):
+        if shortage := self.memory.shortage(longest, self.mapping.world_size, self.limits):
             raise UsageError(shortage)
 
     def at(self, demand: Demand, rate: float) -> Prediction:
@@ -268,17 +273,14 @@ class Prediction:
 
     def value(self, objective: Objective) -> float | None:
         """The objective's statistic in ms; None where no request has a value."""
-        if objective.metric in ("inter_token_latency", "inter_chunk_latency"):
-            return _weighted(self.itl, objective)
-        values = {
-            "time_to_first_token": self.ttft,
-            "time_per_output_token": self.tpot,
-            "request_latency": self.latency,
-        }.get(objective.metric.removesuffix("_from_due"))  # simulated clients never wait for a slot
-        if values is None:
+        if not predicted(objective):
             raise UsageError(
                 f"the planner does not predict {objective.metric}", remedy="use ttft, tpot, itl or latency"
             )
+        field = FIELDS[_metric(objective)]
+        if field == "itl":
+            return _weighted(self.itl, objective)
+        values = getattr(self, field)
         if not len(values):
             return None
         if objective.percent is not None:
@@ -313,6 +315,15 @@ class Prediction:
             "busy": self.busy,
             "time_by_bound": self.shares,
         }
+
+
+def predicted(objective: Objective) -> bool:
+    """Whether the planner predicts what the objective is of."""
+    return _metric(objective) in FIELDS
+
+
+def _metric(objective: Objective) -> str:
+    return objective.metric.removesuffix("_from_due")  # simulated clients never wait for a slot
 
 
 def _served(timeline: Timeline) -> tuple[Any, Any, Any, Any]:

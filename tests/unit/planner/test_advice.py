@@ -64,6 +64,11 @@ def test_a_release_is_planned_for_with_what_it_can_do() -> None:
     assert able.best is not None
 
 
+def test_a_mig_slice_is_planned_alone() -> None:
+    (one,) = advise(question("llama3-8b", "a100-mig-1g.10gb", dtypes=("bf16",))).candidates
+    assert (one.tp, one.reason) == (1, "does not fit: the weights take 15.0 GiB of 8.0 on each of 1")
+
+
 def test_tighter_objectives_never_allow_more() -> None:
     rates = []
     for limit in (12, 20, 40):

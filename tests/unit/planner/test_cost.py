@@ -279,3 +279,10 @@ def test_a_product_in_bf16(gpu: str, tokens: int, microseconds: float) -> None:
     seconds = made.token_s / (2 * made.counts.parameters) * 2 * 8192 * 8192 * tokens
     reading = made.weights_s / made.counts.weight_bytes * 8192 * 8192 * 2
     assert made._roof(seconds, reading) == pytest.approx(microseconds * 1e-6, rel=0.2)
+
+
+def test_a_switch_joins_the_gpus_of_a_host() -> None:
+    with pytest.raises(UsageError, match=r"16 round are more than the 8 of a host: the network between hosts is not"):
+        all_reduce(GPU, 16, IDEAL)
+    wide = dataclasses.replace(GPU, host_gpus=16)
+    assert all_reduce(wide, 16, IDEAL).ring_byte_s == pytest.approx(2 * 15 / 16 / 100e9)

@@ -49,3 +49,10 @@ def test_what_cannot_be_split() -> None:
         disaggregate(found, 1)
     with pytest.raises(UsageError, match="--disaggregated is -1"):
         disaggregate(found, -1)
+    found = advise(question("llama3.2-1b", "h100-mig-1g.10gb"))
+    with pytest.raises(UsageError) as error:
+        disaggregate(found, 4)
+    assert str(error.value) == (
+        "--disaggregated is for whole GPUs: no KV cache passes between MIG slices (h100-mig-1g.10gb); leave it out, or "
+        "plan for whole GPUs"
+    )

@@ -139,6 +139,91 @@ def test_sizes_that_are_given_are_judged_too() -> None:
     assert (tight.build.max_batch_size, tight.build.max_num_tokens) == (2, 2 * 2048)
 
 
+def test_vllm_s_kv_cache_is_judged_as_vllm_computes_it() -> None:
+    long = ("build.max_seq_len=16384", "build.max_batch_size=1", "build.max_num_tokens=2048")
+    assert refused("llama3.1-70b", *long, dtype="fp8", runtime="vllm", tp=1) == (
+        "llama3.1-70b on h100 does not fit: 2.2 GiB are left for the KV cache with "
+        "serving.kv_cache_free_gpu_mem_fraction=0.9, and a sequence of 16384 tokens takes 5.0; use --tp 2 or more, or "
+        "a smaller --dtype or a larger GPU"
+    )
+    assert made("llama3.1-70b", *long, dtype="fp8", runtime="vllm").mapping.tp_size == 2
+    assert made("llama3.1-70b", *long, dtype="fp8").mapping.tp_size == 1
+    # Of 79.6 GiB, 0.9 are 71.7; TensorRT-LLM takes 0.9 of what 16.9 GiB leave.
+    batches = [made("llama3-8b", runtime=one).build.max_batch_size for one in ("vllm", "tensorrt_llm")]
+    assert batches == [448, 480]
+
+
+def test_the_share_and_the_blocks_that_are_given_are_planned_with() -> None:
+    def batch(*assignments: str) -> int:
+        return made("llama3-8b", *assignments, tp=1).build.max_batch_size
+
+    share = "serving.kv_cache_free_gpu_mem_fraction="
+    assert (batch(), batch(f"{share}0.9"), batch(f"{share}0.3")) == (480, 480, 160)
+    assert batch("build.tokens_per_block=1024", "build.max_seq_len=2560") < batch("build.max_seq_len=2560")
+    small = f"{share}0.01"
+    assert made("llama3-8b", small, gpu="l4").mapping.tp_size == 2
+    assert refused("llama3-8b", small, gpu="l4", tp=1) == (
+        "llama3-8b on l4 does not fit: 0.1 GiB are left for the KV cache with "
+        "serving.kv_cache_free_gpu_mem_fraction=0.01, and a sequence of 2048 tokens takes 0.2; use --tp 2 or more, or "
+        "a smaller --dtype or a larger GPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "tokens"),
+    [
+        ((), 448, 8192),
+        (("build.max_num_tokens=256",), 256, 256),
+        (("build.speculative_decoding_mode=ngram", "build.max_draft_len=4"), 448, 8192),
+        (("build.speculative_decoding_mode=ngram", "build.max_draft_len=20"), 448, 448 * 21),
+        (
+            ("build.max_num_tokens=256", "build.speculative_decoding_mode=ngram", "build.max_draft_len=4"),
+            51, 256,
+        ),
+        (("build.max_batch_size=500", "build.speculative_decoding_mode=ngram", "build.max_draft_len=20"), 500, 10500),
+    ],
+)  # fmt: skip
+def test_planned_sizes_go_with_those_that_are_given(given: tuple[str, ...], batch: int, tokens: int) -> None:
+    build = made("llama3-8b", *given, runtime="vllm").build
+    assert (build.max_batch_size, build.max_num_tokens) == (batch, tokens)
+
+
+def test_planned_sizes_have_room_for_all_beams() -> None:
+    build = made("llama3-8b", "build.max_beam_width=20").build
+    assert (build.max_batch_size, build.max_num_tokens) == (480, 9600)
+    spec = made("llama3-8b", "build.max_beam_width=20", "build.max_num_tokens=1024")
+    assert spec.build.max_batch_size == 51
+    (told,) = (one.source for one in spec.values if one.name == "build.max_batch_size")
+    assert told == "the plan: what a step of 1024 tokens has room for"
+
+
+def test_groups_of_experts_are_planned_as_they_are_built() -> None:
+    """Four GPUs have whole experts each; a part of each expert on four has no whole groups of 128."""
+    assert refused("qwen3-30b-a3b", dtype="int4-awq", tp=4).startswith("groups of 128 do not divide the 192 and ")
+    spec = made("qwen3-30b-a3b", dtype="int4-awq", tp=4, moe_ep=4)
+    assert (spec.mapping.tp_size, spec.mapping.moe_ep_size) == (4, 4)
+    assert made("mixtral-8x7b", moe_ep=4).mapping == Mapping(tp_size=4, moe_ep_size=4)
+    assert made("mixtral-8x7b", moe_tp=4).mapping == Mapping(tp_size=4)
+
+
+def test_two_hosts_are_named_and_not_chosen() -> None:
+    told = "llama3.1-405b on h100 does not fit: the weights take 756.0 GiB of 78.1 on each of 1; use "
+    smaller = "a smaller --dtype or a larger GPU"
+    assert refused("llama3.1-405b") == f"{told}--tp 8 --pp 2 on two hosts, or {smaller}"
+    assert refused("llama3.1-405b", "build.max_num_tokens=4096") == refused("llama3.1-405b")
+    assert refused("llama3.1-405b", runtime="vllm") == f"{told}{smaller}"  # which is served on one
+    assert made("llama3.1-405b", tp=8, pp=2).build.max_batch_size > 8
+    assert "16 h100 are more than the 8 of a host: the network between hosts is not predicted; use --tp 8" in planned(
+        "llama3.1-405b", "h100", "bf16", tp=16
+    )
+
+
+def test_a_slice_that_is_too_small_is_told_as_one() -> None:
+    told = "does not fit: the weights take 15.0 GiB of 8.0 on each of 1"
+    line = refused("llama3-8b", gpu="a100-mig-1g.10gb")
+    assert line == f"llama3-8b on a100-mig-1g.10gb {told}; use a smaller --dtype or a larger GPU"
+
+
 def test_no_size_stands_for_none_fits() -> None:
     for gpu in ("l4", "a10", "a100", "h100"):
         for model in ("llama3-8b", "llama3-70b"):

@@ -164,3 +164,14 @@ def test_refitted_overheads_go_before_the_shipped_ones(tmp_path: Path, monkeypat
     own_file().write_text("runtimes: {vllm: {steps: 0.5}}\n")
     with pytest.raises(Exception, match="steps"):
         load_efficiency()
+
+
+def test_the_share_of_the_kv_cache_holds_without_a_batch_too() -> None:
+    whole, half = (
+        option(dataclasses.replace(RUN, max_batch_size=None, max_num_tokens=None, kv_fraction=share))
+        for share in (0.9, 0.45)
+    )
+    assert (whole.limits.max_batch_size, half.limits.max_batch_size) == (1536, 768)
+    assert half.memory.kv_pool == pytest.approx(whole.memory.kv_pool / 2, rel=0.01)
+    limits = option(dataclasses.replace(RUN, max_batch_size=None, max_num_tokens=4096, kv_fraction=0.45)).limits
+    assert (limits.max_num_tokens, limits.kv_cache_free_gpu_mem_fraction) == (4096, 0.45)

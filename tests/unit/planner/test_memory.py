@@ -12,6 +12,7 @@ from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
@@ -92,6 +93,20 @@ def test_what_is_left_is_the_pool() -> None:
     assert found.kv_tokens == found.kv_blocks * 32
 
 
+@pytest.mark.parametrize(("share", "gib"), [(0.9, 1.2), (0.95, 5.2), (0.5, 0.0)])
+def test_vllm_takes_a_share_of_the_whole_memory(share: float, gib: float) -> None:
+    """0.9 of 79.65 GiB are 71.68, of which an engine of 70 billion FP8 weights takes 70.48 without its KV cache."""
+    model, gpu = find_shape("llama3.1-70b")[1], find_gpu("h100")
+    limits = dataclasses.replace(LIMITS, kv_cache_free_gpu_mem_fraction=share)
+    found, other = (
+        memory(model, BF16, Mapping(), FP8, gpu, limits, load_efficiency().of(runtime))
+        for runtime in ("vllm", "tensorrt_llm")
+    )
+    assert found.kv_pool / 2**30 == pytest.approx(gib, abs=0.05)
+    assert found.free == other.free
+    assert other.kv_pool / 2**30 == pytest.approx(share * 9.17, abs=0.05)
+
+
 def test_batches_and_contexts_come_in_whole_blocks() -> None:
     found = Memory(
         total=0, runtime=0, weights=0, activations=0, buffers=0, adapters=0, kv_pool=100 * 32 * 7, kv_token=7,
@@ -117,6 +132,21 @@ def test_the_fewest_gpus(name: str, quantization: Quantization, gpu: str, tp: in
     assert found == tp
     far = 10**8
     assert smallest_tp(model, BF16, quantization, find_gpu(gpu), LIMITS, load_efficiency(), far) is None
+
+
+def test_the_fewest_gpus_are_those_of_one_host() -> None:
+    def fewest(model: str, gpu: GpuSpec, **sizes: int) -> int | None:
+        return smallest_tp(find_shape(model)[1], BF16, UNQUANTIZED, gpu, LIMITS, load_efficiency(), 2048, **sizes)
+
+    h100 = find_gpu("h100")
+    assert fewest("llama3.1-405b", h100) is None
+    assert fewest("llama3.1-405b", h100, pp=2) == 8
+    assert fewest("llama3.1-405b", dataclasses.replace(h100, host_gpus=16)) == 16
+    assert fewest("llama3-8b", find_gpu("a100-mig-1g.10gb")) is None
+    assert fewest("llama3-8b", find_gpu("a100-mig-3g.40gb")) == 1
+    assert fewest("mixtral-8x7b", h100) == 2
+    assert fewest("mixtral-8x7b", h100, moe_ep=4) == 4
+    assert fewest("mixtral-8x7b", h100, moe_tp=4) == 4
 
 
 def test_a_mapping_that_cannot_be_and_a_gpu_without_memory() -> None:
