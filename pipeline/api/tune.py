@@ -258,7 +258,7 @@ class _Session:
             model, demand = read_model_config(self._run.linked("model"), quantized=True), Demand(options.work)
             for one, its in self._specs.items():
                 expected[one] = prior.expected_rate(
-                    model, its.gpu, its.precision, its.mapping.tp_size, its.runtime, its.build, its.serving, demand,
+                    model, its.gpu, its.precision, its.mapping, its.runtime, its.build, its.serving, demand,
                     options.objectives,
                 )  # fmt: skip
         able = [one for one in possible if one in self._specs]

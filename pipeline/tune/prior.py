@@ -15,7 +15,7 @@ from trtpipe.pipeline.planner.advice import highest_rate
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.memory import Limits
-from trtpipe.pipeline.planner.predict import Option
+from trtpipe.pipeline.planner.predict import Option, predicted
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
 from trtpipe.triton_repo.serving import ServingConfig
 
@@ -24,11 +24,11 @@ PAYS = 1.05
 
 
 def expected_rate(
-    model: ModelConfig, gpu: GpuSpec, precision: Precision, tp: int, runtime: str, build: BuildConfig,
+    model: ModelConfig, gpu: GpuSpec, precision: Precision, mapping: base.Mapping, runtime: str, build: BuildConfig,
     serving: ServingConfig, demand: Demand, objectives: Sequence[Objective],
 ) -> float | None:  # fmt: skip
-    """Clients/s within the objectives that the planner expects, 0 for settings that do not fit; None for a runtime or
-    a GPU that it does not predict."""
+    """Clients/s that the planner expects within those of the objectives that it predicts, 0 for settings that do not
+    fit; None for a runtime or a GPU that it does not predict."""
     if gpu.is_cpu:
         return None
     limits = Limits(
@@ -42,11 +42,11 @@ def expected_rate(
     lengths = demand.lengths()
     try:
         option = Option.make(
-            model, gpu, precision, base.Mapping(tp_size=tp), lengths, efficiency, limits,
+            model, gpu, precision, mapping, lengths, efficiency, limits,
             chunked=bool(serving.enable_chunked_context),
         )  # fmt: skip
         option.require_fit(lengths.longest)
-        found = highest_rate(option, demand, objectives)
+        found = highest_rate(option, demand, [one for one in objectives if predicted(one)])
     except UsageError:
         return 0.0
     return found[0] if found else 0.0
@@ -56,16 +56,17 @@ def worth_measuring(
     candidates: Sequence[Candidate], expected: Mapping[Candidate, float | None], *, compiled: bool
 ) -> tuple[list[Candidate], dict[str, str]]:
     """`candidates` in the order of what is expected of them, without those that need an engine to be compiled for
-    nothing; and why those were left out, by name."""
-    base, kept, left = expected.get(AS_IT_IS), [], {}
+    nothing; and why those were left out, by name. Where the target as it is, an engine that was built, is expected to
+    serve nothing, the planner is wrong about it, and leaves none out."""
+    now, kept, left = expected.get(AS_IT_IS), [], {}
     for one in candidates:
         then = expected.get(one)
-        if compiled and one.rebuilds:
-            if base is None or then is None:
+        if compiled and one.rebuilds and now != 0:
+            if now is None or then is None:
                 left[one.name] = "it needs another engine, and the planner does not say whether that pays"
                 continue
-            if then <= PAYS * base:
-                why = f"the planner expects {then:.3g} instead of {base:.3g} clients/s"
+            if then <= PAYS * now:
+                why = f"the planner expects {then:.3g} instead of {now:.3g} clients/s"
                 left[one.name] = f"it needs another engine, and {why}"
                 continue
         kept.append(one)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import trtpipe
-from tests.benchmarks.studies.predictions import planned
+from trtpipe.configs.facts import find_shape
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.planner.demand import Demand
@@ -41,15 +41,13 @@ def test_a_target_that_drafts_is_tried_without() -> None:
     assert Candidate.of({"build.speculative_decoding_mode": None, "build.max_draft_len": 0}) in found
 
 
-def rate(**changes: Any) -> float | None:
-    gpu = changes.pop("gpu", "h100")
+def rate(*slo: str, **changes: Any) -> float | None:
+    gpu, model = changes.pop("gpu", "h100"), changes.pop("model", "llama3-8b")
     runtime = None if gpu == "cpu" else "tensorrt_llm"
-    spec = trtpipe.settings(model="llama3-8b", gpu=gpu, dtype="bf16", runtime=runtime, set=changes)
-    shape = planned("h100", "llama3-8b", "bf16").option
-    assert shape is not None
+    spec = trtpipe.settings(model=model, gpu=gpu, dtype="bf16", runtime=runtime, set=changes)
     return expected_rate(
-        shape.model, spec.gpu, spec.precision, 1, spec.runtime, spec.build, spec.serving,
-        Demand(Work(input_tokens="512", output_tokens="256")), [parse_objective("tpot:50ms")],
+        find_shape(model)[1], spec.gpu, spec.precision, spec.mapping, spec.runtime, spec.build, spec.serving,
+        Demand(Work(input_tokens="512", output_tokens="256")), [*map(parse_objective, ("tpot:50ms", *slo))],
     )  # fmt: skip
 
 
@@ -59,6 +57,22 @@ def test_the_planner_expects_more_of_a_larger_batch_and_nothing_of_a_cpu() -> No
     assert many is not None
     assert many > 3 * few > 0
     assert rate(gpu="cpu") is None
+
+
+def test_an_engine_of_several_stages_or_groups_of_experts_is_expected_to_serve() -> None:
+    """Two GPUs hold half of the layers each, of which one would hold none."""
+    assert (rate(model="llama3-70b", pp=2) or 0) > 0
+    assert rate(model="mixtral-8x7b", tp=4) != rate(model="mixtral-8x7b", tp=4, moe_ep=4)
+
+
+def test_objectives_that_the_planner_does_not_predict_are_left_to_the_measurements() -> None:
+    assert rate("error_rate<1%") == rate() != 0
+
+
+def test_an_engine_that_is_expected_to_serve_nothing_as_it_is_leaves_no_change_out() -> None:
+    batch = Candidate.of({"build.max_batch_size": 128})
+    for then in (0.0, 10.0, None):
+        assert worth_measuring([batch], {AS_IT_IS: 0.0, batch: then}, compiled=True) == ([batch], {})
 
 
 def test_an_engine_is_compiled_anew_only_where_that_is_expected_to_pay() -> None:
