@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import select
@@ -23,11 +24,13 @@ from tests.support.nvidia_smi import A100, H100
 from tests.support.paths import ROOT
 from tests.support.registries import free_port
 from tests.unit.test_runner import SIZES, Recorder, plan
+from trtpipe.configs.facts import find_gpu
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.passport import read_passport
 from trtpipe.engines.process import python_command
 from trtpipe.pipeline.cluster import driver
 from trtpipe.pipeline.cluster.driver import Cluster
+from trtpipe.pipeline.cluster.needs import accelerator
 from trtpipe.pipeline.matrix import Outcome
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
@@ -111,6 +114,25 @@ def built(machines: Site, tmp_path: Path) -> Built:
             cluster.close()
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind"),
+    [
+        ("h100", "H100"), ("a100-pcie", "A100"), ("gh200", "GH200"), ("a10g", "A10G"), ("t4", "T4"), ("v100", "V100"),
+        ("l40s", "L40S"), ("rtx4090", "GeForce-RTX-4090"), ("rtx5090", "GeForce-RTX-5090"),
+    ],
+)  # fmt: skip
+def test_cards_are_called_as_ray_calls_them(gpu: str, kind: str) -> None:
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    spec = find_gpu(gpu)
+    manager: Any = NvidiaGPUAcceleratorManager
+    assert accelerator(spec) == kind
+    # The driver's name has blanks where the label of a node has dashes.
+    assert manager._gpu_name_to_accelerator_type(spec.product.replace("-", " ")) == kind
+    workstation = dataclasses.replace(spec, product="NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition")
+    assert accelerator(workstation) == "RTX-PRO-6000"
 
 
 def test_a_target_is_built_where_its_card_is(built: Built, in_folder: Path) -> None:
