@@ -245,11 +245,13 @@ def serve(
 
 def _end(store: Store, server: Server, process: subprocess.Popen[bytes]) -> None:
     """End this very server, which may have ended, and another one may be served by its name since."""
+    from trtpipe.engines.errors import HostError
     from trtpipe.pipeline.serving import serve as serving
     from trtpipe.pipeline.serving.servers import recorded
 
     if (server.name, server.pid) in [(one.name, one.pid) for one in recorded(store)]:
-        serving.stop(store, server.name)
+        with contextlib.suppress(HostError):  # it has died, and another command starts it again
+            serving.stop(store, server.name)
     elif server.alive:  # its record was removed
         serving.end(server)
     process.wait()

@@ -34,10 +34,10 @@ def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
     }
 
 
-def servers(found: list[Server]) -> None:
-    """Print a row for each server, then why one has died, then what was made elsewhere."""
+def servers(found: list[Server], home: Path) -> None:
+    """Print a row for each server of the store at `home`, then why one has died, then what was made elsewhere."""
     if not found:
-        console.result("no server is running")
+        console.result(f"no server is running that was started from the store in {home}")
         return
     from trtpipe.pipeline.serving.servers import state
 

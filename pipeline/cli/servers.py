@@ -23,11 +23,12 @@ def ps(as_json: Json = False) -> None:
     from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import servers
 
-    found = servers.recorded(own_store())
+    store = own_store()
+    found = servers.recorded(store)
     if as_json:
         console.result_json([console_serve.facts(server) for server in found])
     else:
-        console_serve.servers(found)
+        console_serve.servers(found, store.home)
 
 
 def logs(

@@ -102,6 +102,11 @@ class DockerExecutor:
         with self._connected() as client:
             self._find_image(client, progress)
 
+    def remove_left(self, out: Path) -> None:
+        """Remove the containers that write to `out`. Raises HostError when Docker does not answer."""
+        with self._connected() as client:
+            _remove_containers(client, out)
+
     def run(self, task: Task, show: Show = _unseen) -> dict[str, str]:
         with self._connected() as client, task.log.open("ab") as log:
             log.write(f"$ docker run {self.image} {shlex.join(task.command)}\n".encode())

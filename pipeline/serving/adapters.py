@@ -22,7 +22,7 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import Geometry
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway.model_names import require_free
-from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.serving.servers import Served, Server, require_own
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
@@ -81,10 +81,11 @@ def find(store: Store, server: Server, served: Served) -> AdapterFolder:
 def add(store: Store, server: Server, served: Served, name: str, source: Path) -> InstalledAdapter:
     """Add the adapter in the folder `source` as `name`; the next request can use it.
 
-    Raises UsageError for a name that is taken, also by a model, or invalid, a rank above the engine's and a runtime
-    whose adapters are fixed; InputDataError for a folder that is not an adapter of the model.
+    Raises UsageError for a name that is taken, also by a model, or invalid, a rank above the engine's, a runtime whose
+    adapters are fixed and a server of another user; InputDataError for a folder that is not an adapter of the model.
     """
     check_name(name)
+    require_own(server)
     require_free([taken for one in server.served for taken in one.model_names], served.model_names, name)
     there, passport = find(store, server, served), _require_changeable(server, served)
     model = _model(served.repository / ENGINE_FOLDER, passport)
@@ -107,7 +108,9 @@ def add(store: Store, server: Server, served: Served, name: str, source: Path) -
 
 
 def remove(store: Store, server: Server, served: Served, name: str) -> None:
-    """Remove an adapter: new requests cannot use it, running ones keep it. Raises UsageError for an unknown name."""
+    """Remove an adapter: new requests cannot use it, running ones keep it. Raises UsageError for an unknown name, and
+    for a server of another user."""
+    require_own(server)
     there = find(store, server, served)
     _require_changeable(server, served)
     assert there.path is not None

@@ -1,7 +1,9 @@
 """Stand-in on this machine for a tritonserver that runs in the toolchain's container.
 
 The process lives as long as the container does. Signals to the process end the server, its exit status is the
-server's, and it writes the container's output, so that its parent sees no difference from a local server.
+server's, and it writes the container's output, so that its parent sees no difference from a local server. The first
+SIGTERM gives the server its time, and further ones change nothing: systemd sends it to every process of a service, and
+the watchdog once more. SIGINT meanwhile removes the container at once.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
 
     def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)

@@ -19,7 +19,7 @@ from trtpipe.pipeline.serving import model_control, ports, server_log, tritonser
 from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.ports import Endpoints
-from trtpipe.pipeline.serving.servers import Served, Server, remember
+from trtpipe.pipeline.serving.servers import Served, Server, output_folder, remember
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -42,16 +42,19 @@ def launch(
         names=served.model_names, on_cpu=passport.gpu == "cpu",
     )  # fmt: skip
     artefact = (served.repository / ENGINE_FOLDER).resolve()
-    make(artefact, port=options.openai)  # what the runtime refuses is said before its port is looked at
+    # What the runtime refuses is said before its port is looked at.
+    docker = make(artefact, port=options.openai).in_image
+    if docker:
+        tritonserver.remove_container(output_folder(store, served.name, native=True))
     port = ports.free_ports(options.host, openai=options.openai)["openai"]
-    folder = store.home / "servers" / served.name / "native"
+    folder = output_folder(store, served.name, native=True)
     engine = folder / served.model_names[0]
     folder.mkdir(parents=True, exist_ok=True)
     for link in folder.iterdir():
         link.unlink()
     engine.symlink_to(artefact)
     spec = make(engine, port=port)
-    image = server_image(options, passport) if spec.in_image else None
+    image = server_image(options, passport) if docker else None
     if image is not None:
         tritonserver.fetch_image(image, show)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +76,7 @@ def launch(
             endpoints=endpoints,
             gateway_url=url,
             native=spec.program,
+            docker=docker,
         )
         remember(store, server)
     except BaseException as error:

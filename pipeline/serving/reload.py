@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +19,7 @@ from trtpipe.pipeline.serving.gpu_memory import require_room
 from trtpipe.pipeline.serving.launch_options import gateway_models
 from trtpipe.pipeline.serving.repositories import called, check_passport, find_repository, imports
 from trtpipe.pipeline.serving.serve import gateway_log, smoke
-from trtpipe.pipeline.serving.servers import Served, Server, as_recorded, find_running, reloading, remember
+from trtpipe.pipeline.serving.servers import Served, Server, as_recorded, find_running, reloading, remember, require_own
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
 from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
@@ -34,12 +32,15 @@ def reload_models(
     that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
     loaded.
 
-    Raises HostError while another command reloads that server, and for an engine that has no room beside the old one;
-    InputDataError for a repository that would not load, ArtefactRefused for an engine of another kind, StageFailed with
-    the server's message when a model does not load: the server then keeps what it has, and so it does at a Ctrl-C.
+    Raises UsageError for a server of another user; HostError while another command reloads that server, and for an
+    engine that has no room beside the old one; InputDataError for a repository that would not load, ArtefactRefused for
+    an engine of another kind, StageFailed with the server's message when a model does not load: the server then keeps
+    what it has, and so it does at a Ctrl-C.
     """
-    with reloading(store, find_running(store, name).name):
-        return _reload(store, find_running(store, name), target, allow_model_code=allow_model_code)
+    found = find_running(store, name)
+    require_own(found)
+    with reloading(store, found.name):
+        return _reload(store, find_running(store, found.name), target, allow_model_code=allow_model_code)
 
 
 def _reload(store: Store, server: Server, target: str | None, *, allow_model_code: bool) -> tuple[Server, list[Served]]:
@@ -72,7 +73,7 @@ def _reload(store: Store, server: Server, target: str | None, *, allow_model_cod
     renewed = replace(as_recorded(store, server), served=served)
     remember(store, renewed)
     for left in stale:
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)
     return renewed, loaded
 
 
@@ -122,7 +123,12 @@ def _load_instead(
             ) from error  # fmt: skip
         # What failed goes on as it was, and there may be no room for a second copy of it.
         kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}
-        lost = _take_back(server, {name: before[name] for name in changed if name in before and name not in kept})
+        lost = _take_back(
+            server, {name: before[name] for name in changed if name in before and name not in kept}, wanted
+        )
+        if not lost:
+            for left in {path.parent for path in wanted.values()}:
+                shutil.rmtree(left, ignore_errors=True)
         if gateway is not None and not isinstance(error, TrtpipeError):  # it may take the new models yet
             gateway_process.reload(gateway, _gateway_models(server, folder), gateway_log(server))
         if lost:
@@ -133,13 +139,12 @@ def _load_instead(
         raise cause from None
 
 
-def _take_back(server: Server, models: Mapping[str, Path]) -> list[str]:
-    """Load the models of these folders again, which links lead to. Returns what did not succeed."""
+def _take_back(server: Server, models: Mapping[str, Path], instead: Mapping[str, Path]) -> list[str]:
+    """Load the models of these folders again, which links lead to; the server may have loaded those of `instead`.
+    Returns what did not succeed."""
     failures: dict[str, str] = {}
-    for folder in models.values():
-        for version in folder.glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                os.utime(version)  # Triton loads only what is newer than what it has
+    for name, folder in models.items():
+        model_links.renew(folder, instead.get(name, folder))
     left = list(models)
     for _ in range(2):  # an ensemble that does not fit one of its parts loads once that part has been loaded
         failures = {}

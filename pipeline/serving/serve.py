@@ -61,8 +61,10 @@ from trtpipe.pipeline.serving.servers import (
     end_watcher,
     forget,
     none_running,
+    output_folder,
     recorded,
     remember,
+    require_not_starting,
     running,
     starting,
 )
@@ -107,7 +109,8 @@ def launch(
         for server in running(store):
             if server.name == name and server.watcher != os.getpid():
                 raise HostError(
-                    f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
+                    f"{name} is already served at {server.endpoints.http_url}",
+                    remedy=f"run `trtpipe stop` first, or serve it as NAME: `ln -s {targets[0].name} runs/NAME`",
                 )
         if not again:
             shutil.rmtree(adapters.added_folder(store.home / "servers" / name), ignore_errors=True)
@@ -126,6 +129,8 @@ def _launch(
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
     traces = traces_url(options.otlp_endpoint)
+    if kind == "docker":
+        tritonserver.remove_container(output_folder(store, name, native=False))
     endpoints = ports.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     folder = store.home / "servers" / name
     if kind == "local":
@@ -167,7 +172,9 @@ def _launch(
             gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, drain_s=options.drain_s, traces_url=traces,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, server_log.Loading(names, log, show))
-    server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
+    server = Server(
+        name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed, docker=kind == "docker"
+    )  # fmt: skip
     try:
         for one in served:
             show(f"asking {one.name} for an answer", "")
@@ -303,7 +310,7 @@ def smoke(server: Server, served: Served) -> None:
 def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Server]:
     """End the server of that name, the only one, or all. Returns those that were ended, and those that had died, whose
     record goes too. Raises UsageError for an unknown name, a name beside `everything`, and where no name leaves a
-    choice."""
+    choice; HostError for one that had died and is being started."""
     if name is not None and everything:
         raise UsageError(f"--all takes no name, got '{name}'", remedy="leave out one of the two")
     servers = recorded(store) if name is not None or everything else running(store)
@@ -311,6 +318,8 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
         servers = [server for server in servers if server.name == name]
         if not servers:
             raise none_running(store, name)
+        if servers[0].died is not None:
+            require_not_starting(store, name)
     elif len(servers) > 1 and not everything:
         names = ", ".join(server.name for server in servers)
         raise UsageError("several servers are running", remedy=f"name one, or pass --all: {names}")

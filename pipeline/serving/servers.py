@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
@@ -25,6 +27,14 @@ from trtpipe.triton_repo.layout import model_names, tokenizer_folder
 MAX_PID = 1 << 22
 # Time limit for a watchdog to end its server and gateway.
 WATCHER_SECONDS = tritonserver.STOP_SECONDS + process.STOP_SECONDS + 5
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot() -> str:
+    """The kernel's name of this start of the machine; "" where it tells none."""
+    with contextlib.suppress(OSError):
+        return BOOT.read_text().strip()
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,9 @@ class Server:
     native program of the runtime's own server, by which its process is known; "" for a tritonserver. It has one
            address, which is that of its HTTP API, of its OpenAI API and of its metrics
     machine  where it runs; this one in records of earlier versions
+    boot     start of that machine since which it has run, as the kernel names it: process ids recur after another. This
+             one in records of earlier versions
+    docker   whether it runs in a container
     """
 
     name: str
@@ -104,6 +117,8 @@ class Server:
     died: str | None = None
     native: str = ""
     machine: str = field(default_factory=machine)
+    boot: str = field(default_factory=boot)
+    docker: bool = False
 
     @property
     def program(self) -> str:
@@ -113,7 +128,7 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether its process runs."""
-        return tritonserver.alive(self.pid, self.program)
+        return self.boot == boot() and tritonserver.alive(self.pid, self.program)
 
     def find(self, name: str | None) -> Served:
         """The served repository of that name, or the only one. Raises UsageError."""
@@ -149,24 +164,38 @@ def running(store: Store) -> list[Server]:
 
 def recorded(store: Store) -> list[Server]:
     """Servers started on this machine from this store that run, and those that ended by themselves, until the same is
-    served again or `stop` names it. Damaged records are dropped."""
+    served again or `stop` names it. Damaged records are dropped; those that only another version can read stay."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
             server = read_server(path)
         except (OSError, ValueError, InputDataError):
-            if os.access(path, os.R_OK):  # else it is another user's
+            if os.access(path, os.R_OK) and not _names_a_server(path):  # else it is another user's
                 with contextlib.suppress(OSError):
                     path.unlink()
             continue
         if server.machine != machine():  # its process ids are of that machine
             continue
         if server.died is None and not server.alive and not watched(server):
-            if server.gateway_pid is not None:
+            if server.gateway_pid is not None and server.boot == boot():
                 process.end(server.gateway_pid)
             server = bury(store, server, server_log.failure(server.log))
         out.append(server)
     return out
+
+
+def _names_a_server(path: Path) -> bool:
+    """Whether the file is a record, of whatever version."""
+    with contextlib.suppress(OSError, InputDataError):
+        raw = read_json(path, "record")
+        return isinstance(raw, dict) and raw.get("name") == path.stem and type(raw.get("pid")) is int
+    return False
+
+
+def _known(cls: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """What this version knows of a record: a later one may write more."""
+    names = {one.name for one in fields(cls)}
+    return {name: value for name, value in raw.items() if name in names}
 
 
 def read_server(path: Path) -> Server:
@@ -179,7 +208,7 @@ def read_server(path: Path) -> Server:
         served = [
             Served(
                 **{
-                    **one,
+                    **_known(Served, one),
                     "repository": Path(one["repository"]),
                     "imported": tuple(one.get("imported", ())),
                     "source": None if one.get("source") is None else Path(one["source"]),
@@ -187,9 +216,10 @@ def read_server(path: Path) -> Server:
             )
             for one in raw["served"]
         ]
-        points = Endpoints(**raw["endpoints"])
-        server = Server(**{**raw, "log": Path(raw["log"]), "endpoints": points, "served": tuple(served)})
-    except (KeyError, TypeError) as error:
+        points = Endpoints(**_known(Endpoints, raw["endpoints"]))
+        values = {"log": Path(raw["log"]), "endpoints": points, "served": tuple(served)}
+        server = Server(**{**_known(Server, raw), **values})
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record of a server: {error}") from None
     # Processes are queried and ended by these ids, and files are removed by the name.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
@@ -198,6 +228,7 @@ def read_server(path: Path) -> Server:
         server.name,
         server.native,
         server.machine,
+        server.boot,
         points.host,
         "" if server.gateway_url is None else server.gateway_url,
         *(t for s in served for t in (s.name, s.prefix, s.tool_format or "")),
@@ -211,7 +242,7 @@ def read_server(path: Path) -> Server:
 
 def watched(server: Server) -> bool:
     """Whether the server's `trtpipe serve` process runs, and not another program with the same process id."""
-    return server.watcher is not None and b"serve" in words_of(server.watcher)
+    return server.watcher is not None and server.boot == boot() and b"serve" in words_of(server.watcher)
 
 
 def end_watcher(server: Server) -> None:
@@ -269,10 +300,7 @@ def starting(store: Store, name: str) -> Iterator[None]:
     """Hold the server's name while it is started; the process that has started it holds it as one that serves. Raises
     HostError while another command starts it, and where another machine serves it: the two would replace each other's
     files."""
-    with store.alone(
-        f"serve-{name}",
-        HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it"),
-    ):
+    with store.alone(_starts(name), _being_started(name)):
         for server in _of_other_machines(store):
             # What a container left that was killed is no obstacle to the next one.
             if server.name == name and store.held(_serves(name)):
@@ -285,8 +313,42 @@ def starting(store: Store, name: str) -> Iterator[None]:
         store.hold(_serves(name))
 
 
+def _being_started(name: str) -> HostError:
+    return HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it")
+
+
+def _starts(name: str) -> str:
+    return f"serve-{name}"
+
+
 def _serves(name: str) -> str:
     return f"serves-{name}"
+
+
+def require_not_starting(store: Store, name: str) -> None:
+    """Raises HostError while another command starts the server of that name."""
+    if store.held(_starts(name)):
+        raise _being_started(name)
+
+
+def require_own(server: Server) -> None:
+    """Raises UsageError for a server of another user, who could not replace what this one writes into its folder."""
+    with contextlib.suppress(FileNotFoundError):  # it has just ended
+        owner = Path(f"/proc/{server.pid}").stat().st_uid
+        if owner != os.geteuid():
+            user = _user(owner)
+            raise UsageError(
+                f"{server.name} is served by {user}",
+                why=f"{user} could not replace what {_user(os.geteuid())} writes into its folder",
+                remedy=f"give the command as that user, as with `sudo -u {user}`",
+            )
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # as in a container
+        return f"#{number}"
 
 
 def reloading(store: Store, name: str) -> AbstractContextManager[None]:
@@ -311,22 +373,33 @@ def remember(store: Store, server: Server) -> None:
 def bury(store: Store, server: Server, why: str) -> Server:
     """Record that a server has ended by itself, and remove what it may have left."""
     dead = replace(server, died=why)
-    remember(store, dead)
+    with contextlib.suppress(OSError):  # a full disk, or another user's folder: the next command says it again
+        remember(store, dead)
     clean_up(store, server)
     return dead
 
 
 def forget(store: Store, server: Server) -> None:
+    """Drop the record of a server, and remove what it may have left. Of one that had died, `bury` has removed it, and
+    the same may be about to be served again."""
     with contextlib.suppress(FileNotFoundError):
         (store.home / "servers" / f"{server.name}.json").unlink()
-    clean_up(store, server)
+    if server.died is None:
+        clean_up(store, server)
 
 
 def backends_folder(store: Store, server: Server) -> Path:
     return store.home / "servers" / server.name / "backends"
 
 
+def output_folder(store: Store, name: str, *, native: bool) -> Path:
+    """The folder that a server in a container may write."""
+    return store.home / "servers" / name / ("native" if native else "models")
+
+
 def clean_up(store: Store, server: Server) -> None:
-    """Remove what a server that has ended may have left: Python processes and shared memory."""
+    """Remove what a server that has ended may have left: its container, Python processes and shared memory."""
+    if server.docker:
+        tritonserver.remove_container(output_folder(store, server.name, native=bool(server.native)))
     tritonserver.end_stubs(backends_folder(store, server))
     tritonserver.remove_shared_memory(server.endpoints)

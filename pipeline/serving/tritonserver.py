@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtpipe.engines.errors import HostError
 from trtpipe.engines.process import open_log, python_command, terminate, words_of
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.serving import owner_only
@@ -46,6 +47,13 @@ def fetch_image(image: str, show: Callable[[str, str], None]) -> None:
     executor = DockerExecutor(image)
     executor.require()
     executor.prepare(progress)
+
+
+def remove_container(out: Path) -> None:
+    """Remove the container that writes to `out`, where Docker answers: a stand-in that was killed has left it, with its
+    ports and its GPU."""
+    with contextlib.suppress(HostError):
+        DockerExecutor("").remove_left(out)
 
 
 def start_local(
@@ -135,8 +143,8 @@ def end(pid: int, program: str = PROGRAM) -> bool:
     try:
         return terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
     finally:
-        if STAND_IN.encode() in words_of(pid):  # it alone removes its container, by force when it is asked once more
-            terminate(pid, lambda pid: alive(pid, program), REMOVE_SECONDS)
+        if STAND_IN.encode() in words_of(pid):  # it alone removes its container: by force at this signal
+            terminate(pid, lambda pid: alive(pid, program), REMOVE_SECONDS, signal.SIGINT)
         # A stub or an engine process that outlived its server is still in the server's process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

@@ -74,7 +74,7 @@ def attend(
                     note(f"the gateway has ended ({how}); starting it again")
                     _count_death(deaths, "the gateway", server)
                     server = start_gateway_again(as_recorded(store, server), store, options)
-                    remember(store, server)
+                    _record(store, server, note)
                     note(f"the gateway answers again at {server.gateway_url}")
                 died = stubs.died()
                 if not died:
@@ -203,8 +203,16 @@ def _start_again(
     if kept:
         started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url, keyed=server.keyed)
     started = replace(started, watcher=os.getpid())
-    remember(store, started)
+    _record(store, started, note)
     return started, process
+
+
+def _record(store: Store, server: Server, note: Callable[[str], None]) -> None:
+    """Record a server that has been repaired. It goes on where that fails, as on a full disk."""
+    try:
+        remember(store, server)
+    except OSError as error:
+        note(f"`trtpipe ps` will tell what is out of date: the record cannot be written: {error.strerror}")
 
 
 def _ended(status: int, server: Server) -> StageFailed:

@@ -287,7 +287,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next(
     executor.run(make_task("pass"))
     (other,) = containers(docker_client)
     assert docker_client.containers.get(other).labels["trtpipe.out"] == str(tmp_path / "other"), "another's is not ours"
-    docker_client.containers.get(other).remove(force=True)
+    executor.remove_left(tmp_path / "other")
+    assert containers(docker_client) == []
 
 
 @pytest.mark.skipif(shutil.which("nvidia-container-runtime-hook") is not None, reason="this Docker has a GPU runtime")

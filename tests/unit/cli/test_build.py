@@ -16,6 +16,7 @@ from tests.support.factories import hf_folder, write_tokenizer
 from tests.unit.cli.conftest import SETTINGS, Outcome, Run, remember, rows
 from tests.unit.cli.damages import DAMAGES, missing_tensor, no_tokenizer
 from tests.unit.test_runner import snapshot
+from trtpipe.configs.home import default_home
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.store.store import Store
@@ -87,7 +88,7 @@ def test_what_is_next_for_an_engine_that_runs_elsewhere(
 
 
 def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
-    assert run("ps") == Outcome(0, "no server is running\n", "")
+    assert run("ps") == Outcome(0, f"no server is running that was started from the store in {default_home()}\n", "")
     assert json.loads(run("ps", "--json").out) == []
     build(model)
     options = ["--model", model, "--gpu", "cpu", "--dtype", "fp32", *SETTINGS]

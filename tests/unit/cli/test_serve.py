@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import pwd
 import shutil
 import socket
 import sys
@@ -79,6 +80,27 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     assert run("check", "mine").out.startswith("warning  postprocessing/config.pbtxt: parameter no_such_thing")
     monkeypatch.setattr(ports, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
     assert run("serve", "mine").error() == "the server is next"
+
+
+@pytest.mark.loopback
+def test_a_target_that_is_served_is_served_once_more_by_another_name(
+    build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_installation() -> None:
+        raise StageFailed("the server is next")
+
+    monkeypatch.setattr(triton_package, "find_installation", find_installation)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    assert build(model).status == 0
+    remember(store, "tiny.cpu.fp32")
+    ports = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
+    assert run("serve", *ports).error() == (
+        "tiny.cpu.fp32 is already served at http://127.0.0.1:1; "
+        "run `trtpipe stop` first, or serve it as NAME: `ln -s tiny.cpu.fp32 runs/NAME`"
+    )
+    Path("runs/second").symlink_to("tiny.cpu.fp32")
+    assert run("serve", "second", *ports).error() == "the server is next"
+    assert (store.home / "servers" / "second" / "models" / "tensorrt_llm").is_dir()
 
 
 @pytest.mark.loopback
@@ -268,7 +290,105 @@ def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run:
         (store.home / "logs" / f"serve-{name}.log").write_text(words)
     assert run("logs").out == "why it died\n"
     assert run("stop", "a").out == "dropped a, which had died\n"
-    assert run("ps").out == "no server is running\n"
+    assert run("ps").out == f"no server is running that was started from the store in {store.home}\n"
+
+
+def test_what_died_is_not_dropped_while_it_is_started_again(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember(store, "a")
+    assert running(store) == []
+    monkeypatch.setattr(tritonserver, "end_stubs", lambda backends: pytest.fail("they are of the one that is started"))
+    with store.alone("serve-a", HostError("")):  # as `serve` does
+        assert run("stop", "a").error() == "a is being started by another command; wait until `trtpipe ps` lists it"
+    assert run("stop", "a").out == "dropped a, which had died\n"
+
+
+def test_a_server_that_died_is_told_where_its_record_cannot_be_written(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    remember(store, "a")
+    remember(store, "b", pid=2)
+    monkeypatch.setattr(servers, "write_whole", full)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: pid == 2)
+    assert [row[:2] for row in rows(run("ps").out)[1:3]] == [["a", "died"], ["b", "running"]]
+
+
+def test_processes_of_before_a_reboot_are_not_those_of_the_same_number(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtpipe.pipeline.gateway import process
+    from trtpipe.pipeline.serving import servers
+
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(servers, "words_of", lambda pid: [b"trtpipe", b"serve"])
+    monkeypatch.setattr(process, "end", lambda pid, drain_s: pytest.fail("it is another server's gateway"))
+    monkeypatch.setattr(servers, "BOOT", tmp_path / "boot")
+    servers.BOOT.write_text("first\n")
+    remember(store, "a", gateway_pid=4, gateway_url="http://127.0.0.1:9000")
+    (found,) = running(store)
+    assert (found.boot, servers.watched(dataclasses.replace(found, watcher=5))) == ("first", True)
+    servers.BOOT.write_text("second\n")
+    assert not servers.watched(dataclasses.replace(found, watcher=5))
+    assert running(store) == []
+    record = store.home / "servers" / "a.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "died": None, "boot": "second"}))
+    assert len(running(store)) == 1
+    earlier = json.loads(record.read_text())
+    del earlier["boot"]  # as earlier versions wrote it
+    record.write_text(json.dumps(earlier))
+    assert len(running(store)) == 1
+
+
+def test_a_container_that_a_killed_server_left_is_removed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    class Docker:
+        def __init__(self, image: str) -> None: ...
+
+        def remove_left(self, out: Path) -> None:
+            removed.append(out)
+            raise HostError("Docker cannot be reached")
+
+    removed: list[Path] = []
+    monkeypatch.setattr(tritonserver, "DockerExecutor", Docker)
+    remember(store, "a")
+    (died,) = servers.recorded(store)
+    assert removed == []
+    for native in ("", "trtllm-serve"):
+        servers.remember(store, dataclasses.replace(died, died=None, docker=True, native=native))
+        assert running(store) == []
+    assert removed == [store.home / "servers" / "a" / folder for folder in ("models", "native")]
+
+
+def test_a_server_of_another_user_is_not_changed(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What root writes into its folder, that user could not replace at the next start."""
+    from trtpipe.pipeline.serving import adapters
+
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a", pid=os.getpid())
+    owner = pwd.getpwuid(os.geteuid()).pw_name
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    line = (
+        f"a is served by {owner}: {owner} could not replace what #54321 writes into its folder; "
+        f"give the command as that user, as with `sudo -u {owner}`"
+    )
+    assert run("reload").error() == line
+    (server,) = running(store)
+    for change in (
+        lambda: adapters.add(store, server, server.served[0], "x", Path("/x")),
+        lambda: adapters.remove(store, server, server.served[0], "x"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            change()
+        assert str(refused.value) == line
 
 
 def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,6 +655,28 @@ def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch:
     assert run("logs").out == "of b\n"  # the one that runs is meant
 
 
+def test_a_log_that_is_cut_or_set_aside_is_followed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtpipe.pipeline.serving.logs import read_log
+
+    log = store.home / "logs" / "serve-a.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("before\n")
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: pid == 1)
+    remember(store, "a")
+    pieces = read_log(store, "a", lines=9, follow=True)
+    assert next(pieces) == "before\n"
+    log.write_text("cut\n")  # as logrotate's copytruncate
+    assert next(pieces) == "cut\n"
+    with log.open("a") as file:
+        file.write("last of the old\n")
+        log.rename(log.with_suffix(".log.1"))
+    log.write_text("first of the new\n")
+    assert next(pieces) == "last of the old\n"
+    assert next(pieces) == "first of the new\n"
+    remember(store, "a", pid=2)
+    assert list(pieces) == []
+
+
 def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "chat+draft")
@@ -560,7 +702,20 @@ def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytes
     (store.home / "servers" / "list.json").write_text(json.dumps(record))
     (store.home / "servers" / "other.json").write_text('{"name": "x"}')
     assert [server.name for server in running(store)] == ["living"]
-    assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]
+    left = [store.home / "servers" / name for name in ("dead.json", "list.json", "living.json")]
+    assert sorted((store.home / "servers").iterdir()) == left  # the second may be of another version
+
+
+def test_a_record_of_a_later_version_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    remember(store, "a")
+    record = store.home / "servers" / "a.json"
+    later = json.loads(record.read_text())
+    for part in (later, later["endpoints"], *later["served"]):
+        part["later"] = {"than": "this"}
+    record.write_text(json.dumps(later))
+    assert [server.name for server in running(store)] == ["a"]
+    assert json.loads(record.read_text()) == later
 
 
 def test_a_record_that_another_user_alone_may_read_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.configs.home import default_home
 from trtpipe.engines import load_backend
+from trtpipe.engines.backends import vllm
 from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError
 from trtpipe.pipeline.serving import serve
 from trtpipe.pipeline.serving.engine_python import beside
@@ -60,6 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer("application/json", json.dumps(choices).encode())
 print("words", json.dumps(words), flush=True)
 print("offline", os.environ["HF_HUB_OFFLINE"], os.environ["VLLM_NO_USAGE_STATS"], flush=True)
+print("cache", os.environ["VLLM_CACHE_ROOT"], flush=True)
 http.server.ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
 """
 
@@ -103,6 +105,7 @@ def test_it_is_started_with_the_settings_of_the_engine(server: Server, target: s
     assert Path(given["--tokenizer"], "tokenizer.json").is_file()
     assert "max-model-len" in (engine / "engine_args.yaml").read_text()
     assert logged(server, "offline") == ["1 1"]
+    assert logged(server, "cache") == [str(default_home() / "vllm")]
 
 
 def test_it_has_answered_one_request_before_it_counts_as_started(server: Server, target: str) -> None:
@@ -218,6 +221,25 @@ def test_that_there_is_no_such_server_is_said_before_its_port_is_looked_at(in_fo
     ):
         pass
     assert not (default_home() / "servers").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "cache"),
+    [
+        ({"TRTPIPE_HOME": "/srv/trtpipe"}, "/srv/trtpipe/vllm"),
+        ({"TRTPIPE_HOME": "/srv/trtpipe", "VLLM_CACHE_ROOT": "/var/cache/vllm"}, None),
+        ({"TRTPIPE_HOME": "home"}, None),
+        ({"TRTPIPE_HOME": ""}, None),
+    ],
+)
+def test_what_vllm_compiles_is_in_our_home_unless_another_place_is_given(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cache: str | None
+) -> None:
+    """The user of a service may have no home folder that can be written."""
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert vllm.environment().get("VLLM_CACHE_ROOT") == cache
 
 
 def test_trtllm_serve_calls_the_model_by_the_name_of_its_folder() -> None:

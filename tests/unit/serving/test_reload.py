@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import yaml
 from tests.support.factories import write_passport
 from tests.unit.engines.test_passport import passport
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
-from trtpipe.pipeline.serving import model_control, model_links, reload
+from trtpipe.pipeline.serving import adapters, model_control, model_links, reload
 from trtpipe.pipeline.serving.gpu_memory import require_room
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.servers import Served, Server
@@ -168,3 +170,46 @@ def test_why_a_model_does_not_load_is_explained_as_at_a_start(
     )
     assert failed.value.remedy.endswith(f"; the log is {log}")
     assert (folder / "models" / "tensorrt_llm").readlink() == before
+    assert list((folder / "linked").iterdir()) == [before.parent]
+
+
+def test_models_are_newer_than_what_they_replace_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
+    """Triton loads only what is newer than what it has, by the latest date in a model's folder."""
+    repository, folder = write_repository(tmp_path / "old"), tmp_path / "server"
+    (repository / "tensorrt_llm" / "1" / "model.py").touch()
+    (repository / "tensorrt_llm" / "1" / "weights").touch()
+    served = (Served(name="a", repository=repository),)
+    model_links.lay_out(served, folder)
+    before = (folder / "models" / "tensorrt_llm").readlink()
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(before / "1", ns=(later, later))
+    renewed = model_links.folders(served, folder)["tensorrt_llm"]
+    assert {path.stat().st_mtime_ns for path in (renewed / "1", renewed / "1" / "model.py")} == {later + 10**9}
+    assert (repository / "tensorrt_llm" / "1" / "weights").stat().st_mtime_ns < later
+    (renewed / "1" / "__pycache__").mkdir()  # as Python does once it is loaded
+    model_links.renew(before, renewed)
+    assert (before / "1").stat().st_mtime_ns == later + 2 * 10**9
+    model_links.renew(before, tmp_path / "nothing")
+    assert (before / "1").stat().st_mtime_ns < later
+
+
+def test_nothing_is_left_of_models_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise ArtefactRefused("the new engine was built without adapters")
+
+    served = (Served(name="a", repository=write_repository(tmp_path / "old")),)
+    model_links.lay_out(served, tmp_path / "server")
+    linked = list((tmp_path / "server" / "linked").iterdir())
+    monkeypatch.setattr(adapters, "keep_added", refuse)
+    with pytest.raises(ArtefactRefused):
+        model_links.folders(served, tmp_path / "server")
+    assert list((tmp_path / "server" / "linked").iterdir()) == linked
+
+
+def test_what_cannot_be_removed_of_earlier_models_is_no_obstacle(tmp_path: Path) -> None:
+    served = (Served(name="a", repository=write_repository(tmp_path / "old")),)
+    linked = tmp_path / "server" / "linked"
+    linked.mkdir(parents=True)
+    (linked / "no-folder").touch()
+    models = model_links.lay_out(served, tmp_path / "server")
+    assert [link.name for link in models.iterdir()] == ["tensorrt_llm"]

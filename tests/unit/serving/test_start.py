@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -104,8 +104,13 @@ def test_a_release_without_a_known_image_is_served_from_one_that_is_given() -> N
 class Docker:
     """Docker on a machine without the image, whose pull is interrupted when 9 of 12 GB are there."""
 
+    removed: ClassVar[list[Path]] = []
+
     def __init__(self, image: str) -> None:
-        assert image == "ours:1"
+        assert image in ("", "ours:1")
+
+    def remove_left(self, out: Path) -> None:
+        self.removed.append(out)
 
     def require(self) -> str:
         return "29.0"
@@ -121,7 +126,9 @@ class Docker:
 def test_an_image_is_pulled_before_the_server_is_started(
     front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pull of an image takes longer than a server has to become ready."""
+    """The pull of an image takes longer than a server has to become ready. A container that a killed server left holds
+    its ports."""
+    Docker.removed.clear()
     monkeypatch.setattr(tritonserver, "DockerExecutor", Docker)
     (tmp_path / "a" / "tensorrt_llm" / "1").mkdir(parents=True)
     (tmp_path / "a" / "tensorrt_llm" / "config.pbtxt").write_text('name: "tensorrt_llm"')
@@ -136,6 +143,8 @@ def test_an_image_is_pulled_before_the_server_is_started(
     told = ["", "25% of 12.0 GB", "75% of 12.0 GB"]
     assert shown == [("pulling the image", detail) for detail in told]
     assert not list((tmp_path / "home" / "logs").glob("*"))
+    written = "native" if front == "native" else "models"
+    assert Docker.removed == [tmp_path / "home" / "servers" / "a" / written]
 
 
 @pytest.mark.parametrize("keyed", [False, True])

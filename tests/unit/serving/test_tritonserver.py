@@ -346,15 +346,59 @@ def test_the_stand_in_of_a_container_is_asked_once_more_before_it_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tritonserver, "STOP_SECONDS", 0.3)
-    remove = f"echo removed > {tmp_path}/container; exit 0"
-    script = f"trap 'trap \"{remove}\" TERM' TERM; echo up; while :; do sleep 0.05; done"
-    command = ["sh", "-c", script, tritonserver.STAND_IN]
+    (tmp_path / "container").touch()
+    script = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(os.unlink(sys.argv[1]))); print('up', flush=True); "
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "container"), tritonserver.STAND_IN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         assert not end(process.pid)
         process.wait()
-    assert (tmp_path / "container").read_text() == "removed\n"
+    assert not (tmp_path / "container").exists()
+
+
+# Its executor runs a container that ends half a second after it was told to.
+STAND_IN_SCRIPT = """
+import time
+from trtpipe.pipeline.serving import docker_server
+
+class Executor:
+    def __init__(self, image, shm_size): ...
+
+    def run(self, task, write):
+        try:
+            write("runs")
+            time.sleep(600)
+        except KeyboardInterrupt:
+            write("asked")
+            time.sleep(0.5)
+            write("ended")
+            raise
+
+docker_server.DockerExecutor = Executor
+docker_server.main()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("second", "told"), [(signal.SIGTERM, "ended\n"), (signal.SIGINT, "")])
+def test_a_container_has_its_time_to_end_when_every_process_of_a_service_is_told_to(
+    second: signal.Signals, told: str
+) -> None:
+    """systemd tells the stand-in, and then the watchdog does. Only SIGINT ends it at once."""
+    spec = {"image": "i", "shm_size": "1g", "command": ["x"], "reads": [], "out": "/o", "gpus": None, "grace": 1}
+    command = [sys.executable, "-c", STAND_IN_SCRIPT, json.dumps(spec)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(second)
+        assert (process.stdout.read(), process.wait(30)) == (told, 0)
 
 
 @pytest.mark.process

@@ -343,6 +343,13 @@ def test_a_gateway_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch, t
     assert [(one.gateway_pid, one.keyed) for one in left] == [(2, True)]
 
 
+def test_a_record_that_cannot_be_written_ends_no_server(tmp_path: Path) -> None:
+    (tmp_path / "servers").touch()  # no folder
+    told: list[str] = []
+    watchdog._record(Store(tmp_path), server(None), told.append)
+    assert told == ["`trtpipe ps` will tell what is out of date: the record cannot be written: File exists"]
+
+
 @pytest.mark.process
 def test_how_a_gateway_ended() -> None:
     """Of a child; whoever collected it before leaves no status."""
