@@ -52,6 +52,16 @@ def serve(
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
     timeout: Timeout = 600,
+    ready_timeout: Annotated[
+        int,
+        typer.Option(min=1, help="Seconds that the server may take to become ready, once its image is there."),
+    ] = 600,
+    drain: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Seconds that requests in flight have when the server ends; 15, at the gateway 5, if left out."
+        ),
+    ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs of the container, such as 0,1; all visible ones if left out.")
     ] = None,
@@ -90,6 +100,12 @@ def serve(
             "--openai-port is for the gateway, and --no-openai starts none",
             remedy="leave out --openai-port or --no-openai",
         )
+    if drain is not None and front == "native":
+        raise UsageError(
+            "--drain is for tritonserver and its gateway",
+            why="with --front native the runtime's own server stands alone",
+            remedy="leave it out, or serve with --front triton",
+        )
     store = own_store()
     found = (
         [repositories.find_repository(target) for target in targets]
@@ -107,6 +123,7 @@ def serve(
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python,
         allow_model_code=allow_model_code, otlp_endpoint=otlp_endpoint, timeout_s=timeout,
+        ready_s=ready_timeout, drain_s=drain,
     )  # fmt: skip
     # Here, since a server that is started again leaves out the gateway where that goes on.
     launch_options.require_gateway(options)

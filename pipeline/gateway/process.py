@@ -130,11 +130,12 @@ def _await(find: Callable[[], T | None], running: Callable[[], bool], log: Path,
         time.sleep(0.05)
 
 
-def end(pid: int) -> None:
-    """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS or a second Ctrl-C."""
+def end(pid: int, *, drain_s: int = 0) -> None:
+    """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS and `drain_s` more, which
+    running answers were given, or a second Ctrl-C."""
     try:
         if alive(pid):
-            terminate(pid, alive, STOP_SECONDS)
+            terminate(pid, alive, STOP_SECONDS + drain_s)
     finally:
         if alive(pid):
             with contextlib.suppress(ProcessLookupError):

@@ -22,10 +22,10 @@ from trtpipe.pipeline.gateway.options import (
     require_tool_format,
 )
 from trtpipe.pipeline.gateway.traces import traces_url
+from trtpipe.pipeline.serving.model_control import READY_SECONDS
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import SERVERS, find_repository
 from trtpipe.pipeline.serving.servers import Served
-from trtpipe.pipeline.serving.tritonserver import DRAIN_S
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ADAPTER_FOLDER, ENGINE_FOLDER
 
@@ -59,7 +59,9 @@ class LaunchOptions:
     allow_model_code     whether code of unknown templates may run
     otlp_endpoint        collector of traces; None asks OpenTelemetry's environment variables
     timeout_s            seconds from a request's arrival at the gateway to the end of its answer
-    drain_s              seconds that requests in flight have to end once Triton is stopped
+    ready_s              seconds that the server may take to become ready
+    drain_s              seconds that requests in flight have to end once the server is told to; None gives
+                         tritonserver.DRAIN_S to those of Triton, GatewayOptions.drain_s to those of the gateway
     """
 
     front: str = "triton"
@@ -84,7 +86,8 @@ class LaunchOptions:
     allow_model_code: bool = False
     otlp_endpoint: str | None = None
     timeout_s: float = GatewayOptions.timeout_s
-    drain_s: int = DRAIN_S
+    ready_s: int = READY_SECONDS
+    drain_s: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for options that are wrong whatever is served."""
@@ -230,6 +233,7 @@ def gateway_options(
         tls_key=options.tls_key,
         cors_origins=options.cors_origins,
         timeout_s=options.timeout_s,
+        drain_s=GatewayOptions.drain_s if options.drain_s is None else options.drain_s,
         traces_url=traces_url(options.otlp_endpoint),
     )
     access.check(chosen)

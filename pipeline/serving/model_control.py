@@ -18,19 +18,20 @@ from trtpipe.pipeline.serving.tritonserver import PROGRAM
 if TYPE_CHECKING:
     import httpx
 
-READY_SECONDS = 600.0
+READY_SECONDS = 600
 # Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 
 
 def wait_ready(
     process: subprocess.Popen[bytes], url: str, log: Path, tick: Callable[[], None] = lambda: None,
-    *, program: str = PROGRAM,
+    *, program: str = PROGRAM, seconds: int = READY_SECONDS,
 ) -> None:  # fmt: skip
-    """Return when a GET of `url` is answered with 200. Raises StageFailed with the server's own reason."""
+    """Return when a GET of `url` is answered with 200. Raises StageFailed with the server's own reason, and after
+    `seconds`."""
     import httpx
 
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + seconds
     with http_client(2) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
@@ -43,9 +44,9 @@ def wait_ready(
             tick()
             time.sleep(0.05)
     raise StageFailed(
-        f"{program} is not ready after {READY_SECONDS:.0f} s",
+        f"{program} is not ready after {seconds} s",
         why=tail(log, begin=last_start(log)),
-        remedy=f"its log is {log}",
+        remedy=f"if it still loads, give `trtpipe serve` a longer --ready-timeout; its log is {log}",
     )
 
 
@@ -78,24 +79,24 @@ def unload_model(endpoints: Endpoints, name: str, log: Path) -> None:
     _control(endpoints, name, "unload", log)
 
 
-def load_unloaded(endpoints: Endpoints, name: str, log: Path) -> None:
-    """Load a model that is unloaded or about to be. Raises StageFailed with the reason."""
+def load_unloaded(endpoints: Endpoints, name: str, log: Path, *, seconds: int = READY_SECONDS) -> None:
+    """Load a model that is unloaded or about to be, which may take `seconds`. Raises StageFailed with the reason."""
     deadline = time.monotonic() + UNLOAD_SECONDS
     while True:
         try:
-            return _control(endpoints, name, "load", log)
+            return _control(endpoints, name, "load", log, seconds=seconds)
         except StageFailed:  # it is still being unloaded
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
 
 
-def _control(endpoints: Endpoints, name: str, verb: str, log: Path) -> None:
+def _control(endpoints: Endpoints, name: str, verb: str, log: Path, *, seconds: int = READY_SECONDS) -> None:
     import httpx
 
     url = f"{endpoints.http_url}/v2/repository/models/{name}/{verb}"
     try:
-        with http_client(READY_SECONDS) as client:
+        with http_client(seconds) as client:
             reply = client.post(url, json={})
         error = "" if reply.status_code == 200 else str(parse_json(reply.content)["error"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as failed:

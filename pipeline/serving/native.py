@@ -64,8 +64,9 @@ def launch(
     url = endpoints.http_url.replace("0.0.0.0", "127.0.0.1")
     try:
         model_control.wait_ready(
-            process, f"{url}/health", log, lambda: show(f"starting {spec.name}", ""), program=spec.name
-        )
+            process, f"{url}/health", log, lambda: show(f"starting {spec.name}", ""), program=spec.name,
+            seconds=options.ready_s,
+        )  # fmt: skip
         show(f"asking {served.name} for an answer", "")
         post(url, "/v1/completions", {"model": served.model_names[0], "prompt": "Hello", "max_tokens": 1})
         server = Server(

@@ -152,6 +152,7 @@ def _launch(
     names = sorted(path.name for path in models.iterdir())
     log = log_path(store, name)
     log.parent.mkdir(parents=True, exist_ok=True)
+    drain_s = tritonserver.DRAIN_S if options.drain_s is None else options.drain_s
     if kind == "local":
         installation = triton_package.find_installation()
         backends = folder / "backends"
@@ -160,7 +161,7 @@ def _launch(
         )
         start = partial(
             tritonserver.start_local, installation, models, names, backends, endpoints, log,
-            drain_s=options.drain_s, traces_url=traces,
+            drain_s=drain_s, traces_url=traces,
         )  # fmt: skip
     else:
         image = server_image(options, passport)
@@ -169,11 +170,13 @@ def _launch(
             tritonserver.start_docker,
             image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, drain_s=options.drain_s, traces_url=traces,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, drain_s=drain_s, traces_url=traces,
         )  # fmt: skip
-    process = start_until_ready(start, endpoints, log, note, server_log.Loading(names, log, show))
+    loading = server_log.Loading(names, log, show)
+    process = start_until_ready(start, endpoints, log, note, loading, seconds=options.ready_s)
     server = Server(
-        name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed, docker=kind == "docker"
+        name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed, docker=kind == "docker",
+        drain_s=options.drain_s or 0,
     )  # fmt: skip
     try:
         for one in served:
@@ -206,15 +209,15 @@ def gateway_log(server: Server) -> Path:
 def start_gateway_again(server: Server, store: Store, options: LaunchOptions) -> Server:
     """Start the gateway of a running server at its old address, after it has ended; returns the server with it.
 
-    Raises HostError where the port is still taken `gateway_process.STOP_SECONDS` later, else what `launch` raises for
-    the gateway.
+    Raises HostError where the port is still taken when the old workers have had their time, else what `launch` raises
+    for the gateway.
     """
     assert server.gateway_url is not None
     models = store.home / "servers" / server.name / "models"
     passports = [read_passport(one.repository / ENGINE_FOLDER) for one in server.served]
     port = int(server.gateway_url.rpartition(":")[2])
     gateway = gateway_options(server.served, passports, models, server.endpoints, port, options)
-    deadline = time.monotonic() + gateway_process.STOP_SECONDS
+    deadline = time.monotonic() + gateway_process.STOP_SECONDS + server.drain_s
     while True:
         try:
             return _with_gateway(server, gateway)
@@ -243,13 +246,14 @@ def _served(targets: Sequence[Found], options: LaunchOptions) -> tuple[Served, .
 
 def start_until_ready(
     start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None],
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[], None] = lambda: None, *, seconds: int = model_control.READY_SECONDS,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Wait until a server is ready; start it once more where it broke down in START_CRASH. Raises StageFailed."""
+    """Wait until a server is ready, at most `seconds`; start it once more where it broke down in START_CRASH. Raises
+    StageFailed."""
     for attempt in (1, 2):
         process = start()
         try:
-            model_control.wait_ready(process, endpoints.ready_url, log, tick)
+            model_control.wait_ready(process, endpoints.ready_url, log, tick, seconds=seconds)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
@@ -283,9 +287,9 @@ def end(server: Server) -> None:
     """End a server and its gateway. Requests in flight have some seconds to end."""
     try:
         if server.gateway_pid is not None:
-            gateway_process.end(server.gateway_pid)
+            gateway_process.end(server.gateway_pid, drain_s=server.drain_s)
     finally:
-        tritonserver.end(server.pid, server.program)
+        tritonserver.end(server.pid, server.program, drain_s=server.drain_s)
 
 
 def smoke(server: Server, served: Served) -> None:

@@ -103,6 +103,7 @@ class Server:
     boot     start of that machine since which it has run, as the kernel names it: process ids recur after another. This
              one in records of earlier versions
     docker   whether it runs in a container
+    drain_s  seconds that requests in flight have to end, where such were asked for; 0 for the defaults
     """
 
     name: str
@@ -119,6 +120,7 @@ class Server:
     machine: str = field(default_factory=machine)
     boot: str = field(default_factory=boot)
     docker: bool = False
+    drain_s: int = 0
 
     @property
     def program(self) -> str:
@@ -178,7 +180,7 @@ def recorded(store: Store) -> list[Server]:
             continue
         if server.died is None and not server.alive and not watched(server):
             if server.gateway_pid is not None and server.boot == boot():
-                process.end(server.gateway_pid)
+                process.end(server.gateway_pid, drain_s=server.drain_s)
             server = bury(store, server, server_log.failure(server.log))
         out.append(server)
     return out
@@ -223,7 +225,7 @@ def read_server(path: Path) -> Server:
         raise ValueError(f"{path} is no record of a server: {error}") from None
     # Processes are queried and ended by these ids, and files are removed by the name.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
-    numbers = (*pids, points.http, points.grpc, points.metrics)
+    numbers = (*pids, points.http, points.grpc, points.metrics, server.drain_s)
     texts = (
         server.name,
         server.native,
@@ -249,7 +251,8 @@ def end_watcher(server: Server) -> None:
     """Ask the `trtpipe serve` process of a server to end it, and wait; kill that process when it does not."""
     if server.watcher is None or not watched(server):
         return
-    if not terminate(server.watcher, lambda pid: watched(server), WATCHER_SECONDS):
+    # First the gateway's requests have the time, then Triton's.
+    if not terminate(server.watcher, lambda pid: watched(server), WATCHER_SECONDS + 2 * server.drain_s):
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.watcher, signal.SIGKILL)
 

@@ -101,14 +101,16 @@ def start_docker(
         traces_url=traces_url,
     )
     command = server_command(options, world_size=world_size)
-    return spawn_in_docker(image, command, reads, models, log, gpus=gpus, shm_size=shm_size)
+    grace = STOP_SECONDS - 5 + max(0, drain_s - DRAIN_S)
+    return spawn_in_docker(image, command, reads, models, log, gpus=gpus, shm_size=shm_size, grace=grace)
 
 
 def spawn_in_docker(
     image: str, command: Sequence[str], reads: Sequence[Path], folder: Path, log: Path, *,
-    gpus: tuple[int, ...] | None, shm_size: str,
+    gpus: tuple[int, ...] | None, shm_size: str, grace: float = STOP_SECONDS - 5,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a server's command line in an image, in `folder`, which it may write; `reads` are mounted too."""
+    """Start a server's command line in an image, in `folder`, which it may write; `reads` are mounted too. Told to end,
+    it has `grace` seconds."""
     spec = {
         "image": image,
         "command": list(command),
@@ -116,7 +118,7 @@ def spawn_in_docker(
         "out": str(folder),
         "gpus": gpus,
         "shm_size": shm_size,
-        "grace": STOP_SECONDS - 5,
+        "grace": grace,
     }
     return spawn([*python_command(STAND_IN, outlives=True), json.dumps(spec)], {}, folder, log)
 
@@ -137,11 +139,11 @@ def spawn(command: list[str], environment: dict[str, str], folder: Path, log: Pa
         )
 
 
-def end(pid: int, program: str = PROGRAM) -> bool:
+def end(pid: int, program: str = PROGRAM, *, drain_s: int = 0) -> bool:
     """End a server started here, and all it started; a second Ctrl-C kills it. True when it ended by itself, False when
-    it was killed."""
+    it was killed. `drain_s` are seconds that its requests were given beyond DRAIN_S, or more."""
     try:
-        return terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS)
+        return terminate(pid, lambda pid: alive(pid, program), STOP_SECONDS + drain_s)
     finally:
         if STAND_IN.encode() in words_of(pid):  # it alone removes its container: by force at this signal
             terminate(pid, lambda pid: alive(pid, program), REMOVE_SECONDS, signal.SIGINT)

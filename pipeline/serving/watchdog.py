@@ -83,7 +83,7 @@ def attend(
                 note(f"a Python process of {names} has died; loading it again")
                 for name in set(died.values()):
                     _count_death(deaths, f"Python processes of {name}", server)
-                obstacle = _load_again(server, process, died, stubs, backends_folder(store, server))
+                obstacle = _load_again(server, process, died, stubs, backends_folder(store, server), options)
                 if obstacle is None:
                     note(f"{names} is loaded again")
                     continue
@@ -112,7 +112,7 @@ def attend(
         raise
     finally:
         if server.gateway_pid is not None:
-            gateway_process.end(server.gateway_pid)
+            gateway_process.end(server.gateway_pid, drain_s=server.drain_s)
         signal.signal(signal.SIGTERM, previous)
         if death is None:
             forget(store, server)
@@ -121,8 +121,9 @@ def attend(
 
 
 def _load_again(
-    server: Server, process: subprocess.Popen[bytes], died: dict[int, str], stubs: Stubs, backends: Path
-) -> str | None:
+    server: Server, process: subprocess.Popen[bytes], died: dict[int, str], stubs: Stubs, backends: Path,
+    options: LaunchOptions,
+) -> str | None:  # fmt: skip
     """Load the models of dead processes again. Returns why the server has to be started again instead, or None.
 
     From the first moment the models count as not ready, and Triton refuses requests for them.
@@ -132,7 +133,7 @@ def _load_again(
 
     def load(model: str) -> None:
         try:
-            model_control.load_unloaded(server.endpoints, model, server.log)
+            model_control.load_unloaded(server.endpoints, model, server.log, seconds=options.ready_s)
         except StageFailed as error:
             failures.append(str(error))
 

@@ -44,16 +44,19 @@ def test_the_format_of_tool_calls_is_that_of_the_model_file(
     assert gateway_model(str(tmp_path), (), given).tool_format == expected
 
 
-@pytest.mark.parametrize(("given", "seconds"), [({}, 600), ({"timeout_s": 60}, 60)])
-def test_the_gateway_s_time_for_an_answer_is_that_of_serve(
-    tmp_path: Path, given: dict[str, Any], seconds: float
+@pytest.mark.parametrize(
+    ("given", "seconds"), [({}, (600, 5)), ({"timeout_s": 60}, (60, 5)), ({"drain_s": 60}, (600, 60))]
+)
+def test_the_gateway_s_times_for_an_answer_are_those_of_serve(
+    tmp_path: Path, given: dict[str, Any], seconds: tuple[int, int]
 ) -> None:
     limits = {"max_input_len": 8, "max_seq_len": 16}
     built = dataclasses.replace(passport(), build_config=limits)
     options = LaunchOptions(openai=0, **given)
     endpoints = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
     served = Served(name="a", repository=tmp_path)
-    assert gateway_options([served], [built], tmp_path, endpoints, 0, options).timeout_s == seconds
+    chosen = gateway_options([served], [built], tmp_path, endpoints, 0, options)
+    assert (chosen.timeout_s, chosen.drain_s) == seconds
 
 
 @pytest.mark.parametrize(

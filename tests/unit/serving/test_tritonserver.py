@@ -21,10 +21,11 @@ from types import SimpleNamespace
 import pytest
 
 from trtpipe.engines import process
-from trtpipe.engines.errors import HostError, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.process import LAUNCHER
 from trtpipe.pipeline.serving import server_log, triton_package, tritonserver
+from trtpipe.pipeline.serving.model_control import wait_ready
 from trtpipe.pipeline.serving.ports import Endpoints, choose_endpoints
 from trtpipe.pipeline.serving.server_log import failure
 from trtpipe.pipeline.serving.triton_package import Installation, prepare_backends
@@ -339,6 +340,31 @@ def test_a_server_is_asked_to_end_and_then_killed(stubborn: bool, monkeypatch: p
     process.stdout.close()
     process.wait()
     assert not alive(process.pid)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("drain_s", "by_itself"), [(0, False), (30, True)])
+def test_requests_that_were_given_more_time_have_it(
+    monkeypatch: pytest.MonkeyPatch, *, drain_s: int, by_itself: bool
+) -> None:
+    monkeypatch.setattr(tritonserver, "STOP_SECONDS", 0.1)
+    script = "trap 'sleep 1; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    command = ["/opt/bin/tritonserver", "-c", script]
+    with subprocess.Popen(
+        command, executable="/bin/sh", stdout=subprocess.PIPE, start_new_session=True
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert end(process.pid, drain_s=drain_s) is by_itself
+
+
+@pytest.mark.process
+def test_a_server_that_loads_longer_than_it_may_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("loading: tensorrt_llm:1\n")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        with pytest.raises(StageFailed, match=r"^tritonserver is not ready after 1 s: loading: .*; if it still loads"):
+            wait_ready(process, "http://127.0.0.1:1/v2/health/ready", tmp_path / "log", seconds=1)
+        process.kill()
 
 
 @pytest.mark.process

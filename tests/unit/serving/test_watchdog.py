@@ -221,6 +221,18 @@ def test_a_watchdog_is_asked_to_end_and_killed_when_it_does_not(monkeypatch: pyt
 
 
 @pytest.mark.process
+def test_a_watchdog_whose_server_s_requests_have_more_time_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "WATCHER_SECONDS", 0.1)
+    ends = "signal.signal(15, lambda *_: exit(time.sleep(1)))"
+    script = f"import signal, time; {ends}; print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", script, "serve"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        servers.end_watcher(replace(server(process.pid), drain_s=30))
+        assert process.wait(30) == 0
+
+
+@pytest.mark.process
 def test_another_program_that_got_its_number_is_left_alone() -> None:
     words = [sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(600)"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
@@ -328,7 +340,7 @@ def test_a_gateway_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(watchdog, "start_gateway_again", again)
     monkeypatch.setattr(watchdog, "end", left.append)
     monkeypatch.setattr(gateway_process, "ended", ended.get)
-    monkeypatch.setattr(gateway_process, "end", lambda pid: None)
+    monkeypatch.setattr(gateway_process, "end", lambda pid, drain_s: None)
     process: Any = SimpleNamespace(poll=lambda: None)
     options: Any = None
     first = replace(server(None), gateway_pid=1, gateway_url="http://127.0.0.1:9000")
