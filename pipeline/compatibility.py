@@ -97,5 +97,6 @@ def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bo
         raise ArtefactRefused(
             f"{name} holds code that is of no known template",
             why=f"{found[0].path} {found[0].what}{more}",
-            remedy=f"read it (`trtpipe check {name}` lists all), then serve with --allow-model-code",
+            remedy=f"read it (`trtpipe check {name}` lists all), then pass --allow-model-code; or build it again, if "
+            "another version of trtpipe made it",
         )

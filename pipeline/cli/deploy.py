@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
-from trtpipe.pipeline.cli.options import Json, Target, own_store
+from trtpipe.pipeline.cli.options import AllowModelCode, Json, Target, own_store
 
 deploy = typer.Typer(
     name="deploy",
@@ -45,6 +45,7 @@ def k8s(
         list[str] | None,
         typer.Option("--set", help="Any other setting of docs/reference/settings.md: replicas_max=8; repeatable."),
     ] = None,
+    allow_model_code: AllowModelCode = False,
     as_json: Json = False,
 ) -> None:
     """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
@@ -59,6 +60,7 @@ def k8s(
     from trtpipe.configs import facts, read
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport
+    from trtpipe.pipeline import compatibility
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.config import DeployConfig
     from trtpipe.pipeline.deploy.kubernetes import write
@@ -73,6 +75,8 @@ def k8s(
              "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
+    place = repositories.called(name, repository)
+    compatibility.require_trusted(place, repository, own_store(), allow_code=allow_model_code)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out, repository)
     if as_json:
         console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})

@@ -53,12 +53,16 @@ def require_runtime(passport: Passport, placement: Placement) -> None:
 
 def server_words(passport: Passport, config: DeployConfig, placement: Placement) -> list[str]:
     """The command of a pod that answers requests: the only pod of its replica, or the leader of several."""
+    seconds = exit_seconds(passport, config, placement)
     if own_image(passport):
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
-        return ["trtpipe", "serve", MODELS, "--no-openai", "--host", "0.0.0.0", *addresses]
-    mpi = uses_mpi(passport, placement)
-    seconds = exit_seconds(config, placement, mpi=mpi)
-    if not mpi:
+        return [
+            "trtpipe", "serve", MODELS, "--no-openai", "--host", "0.0.0.0", *addresses,
+            "--ready-timeout", str(config.startup_seconds), "--drain", str(seconds),
+            # `deploy` has judged the repository. The image's trtpipe may be a newer one, with other templates.
+            "--allow-model-code",
+        ]  # fmt: skip
+    if not uses_mpi(passport, placement):
         return _server(0, seconds)
     # mpirun counts usable cores as slots for ranks; our ranks need GPUs, which are counted already.
     slots = ["--oversubscribe"] if placement.pods == 1 else []
@@ -91,10 +95,16 @@ def uses_mpi(passport: Passport, placement: Placement) -> bool:
     )
 
 
-def exit_seconds(config: DeployConfig, placement: Placement, *, mpi: bool) -> int:
+def exit_seconds(passport: Passport, config: DeployConfig, placement: Placement) -> int:
     """Seconds that a server that is told to end may go on with the requests it has."""
     left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
-    return left if not mpi else _kill_seconds(config, placement) - MARGIN_SECONDS
+    return left if not uses_mpi(passport, placement) else _kill_seconds(config, placement) - MARGIN_SECONDS
+
+
+def answer_seconds(passport: Passport, config: DeployConfig, placement: Placement) -> int:
+    """Seconds after which a pod that is told to end cuts off the answers that still run."""
+    waits = _kill_seconds(config, placement) if uses_mpi(passport, placement) else 0
+    return PRE_STOP_SECONDS + waits + exit_seconds(passport, config, placement)
 
 
 def _kill_seconds(config: DeployConfig, placement: Placement) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.pipeline.deploy import rendezvous
+from trtpipe.pipeline.deploy import liveness, rendezvous
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.launch import (
     API_KEYS,
     GATEWAY_PORT,
+    MARGIN_SECONDS,
     MODELS,
     PORTS,
     PRE_STOP_SECONDS,
@@ -118,7 +119,9 @@ def _container(target: Target, component: str, words: list[str]) -> dict[str, An
     # The port opens when all models are loaded, minutes after the start.
     tries = math.ceil(target.config.startup_seconds / PROBE_SECONDS)
     container["startupProbe"] = _probe("/v2/health/ready", "http", PROBE_SECONDS, tries)
-    container["livenessProbe"] = _probe("/v2/health/live", "http", PROBE_SECONDS, 6)
+    container["livenessProbe"] = (
+        _probe("/v2/health/live", "http", PROBE_SECONDS, 6) if own_image(target.passport) else _liveness()
+    )
     container["readinessProbe"] = _probe("/v2/health/ready", "http", 5, 3)
     # Requests go on arriving until every client knows that the pod ends; only then is the server told.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}}
@@ -162,6 +165,19 @@ def _probe(path: str, port: str, period: int, failures: int) -> dict[str, Any]:
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
+    }
+
+
+def _liveness() -> dict[str, Any]:
+    """Probe of a tritonserver that no `trtpipe serve` watches: the script of `liveness`. A server that fails it ends no
+    request that waits, so it gets less time to end than a healthy one."""
+    script = Path(liveness.__file__).read_text(encoding="utf-8")
+    return {
+        "exec": {"command": ["python3", "-I", "-S", "-c", script, str(PORTS["http"]), "/proc", TEMPORARY]},
+        "periodSeconds": PROBE_SECONDS,
+        "timeoutSeconds": 10,
+        "failureThreshold": 6,
+        "terminationGracePeriodSeconds": PRE_STOP_SECONDS + 2 * MARGIN_SECONDS,
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import jinja2
 
+from trtpipe import __version__
 from trtpipe.configs.facts import load_toolchains
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
@@ -24,6 +26,7 @@ from trtpipe.pipeline.deploy.target import Target
 
 def text(target: Target) -> str:
     """The whole file."""
+    backend = load_backend(target.passport.runtime)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -33,6 +36,7 @@ def text(target: Target) -> str:
         autoescape=False,
     )
     return environment.get_template("README.md.j2").render(
+        version=__version__,
         target=target,
         passport=target.passport,
         gpu=target.gpu,
@@ -40,6 +44,7 @@ def text(target: Target) -> str:
         placement=target.placement,
         toolchain=load_toolchains().get(target.passport.toolchain or ""),
         name=target.name,
+        resource=f"{'leaderworkerset' if target.grouped else 'deployment'}/{target.workload}",
         workload=target.workload,
         replicas=target.replicas,
         scaled=target.replicas[0] != target.replicas[1],
@@ -51,8 +56,10 @@ def text(target: Target) -> str:
         user=USER,
         gpu_label=GPU_PRODUCT,
         own_image=launch.own_image(target.passport),
-        llm_api=load_backend(target.passport.runtime).SERVED_BY is ServedBy.LLM_API,
+        vllm=shlex.join(backend.NEEDS.install) if backend.NEEDS else "",
+        llm_api=backend.SERVED_BY is ServedBy.LLM_API,
         uses_mpi=launch.uses_mpi(target.passport, target.placement),
+        answer_seconds=launch.answer_seconds(target.passport, target.config, target.placement),
         waiting=waiting_metric(target.passport.pp_size),
         series=SERIES,
         fullness=FULLNESS,

@@ -234,7 +234,7 @@ def test_a_server_of_another_machine_that_shares_the_store_is_named(store: Store
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
-    monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid, program, drain_s: True)
     remember(store, "a")
     assert run("stop").out == "stopped a\n"
     for name in ("a", "b", "c"):
@@ -466,6 +466,25 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run:
     assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
 
 
+def test_a_repository_is_deployed_that_serve_would_serve(in_folder: Path, run: Run) -> None:
+    from tests.unit.engines.test_passport import passport, target
+
+    script = in_folder / "r" / "preprocessing" / "1" / "model.py"
+    for folder in (script.parent, in_folder / "r" / ENGINE_FOLDER):
+        folder.mkdir(parents=True)
+    passport(target()).write(in_folder / "r" / ENGINE_FOLDER)
+    for name in ("tensorrt_llm", "preprocessing"):
+        (in_folder / "r" / name / "config.pbtxt").touch()
+    script.write_text("print()\n")
+    deploy = ("deploy", "k8s", "r", "--pvc", "models", "--no-openai", "-o", "out")
+    refused = run(*deploy)
+    assert refused.status == 6
+    assert "r holds code that is of no known template: preprocessing/1/model.py is not a file of a known" in refused.err
+    assert "then pass --allow-model-code; or build it again, if another version of trtpipe made it" in refused.err
+    assert not (in_folder / "out").exists()
+    assert run(*deploy, "--allow-model-code").status == 0
+
+
 def test_monitoring_scrapes_the_server_that_runs(
     in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,7 +574,8 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
     ended: list[Any] = []
     notes: list[str] = []
 
-    def wait_ready(process: Any, endpoints: Endpoints, log: Path, tick: Any) -> None:
+    def wait_ready(process: Any, endpoints: Endpoints, log: Path, tick: Any, *, seconds: int) -> None:
+        assert seconds == 1800
         why = left.pop(0)
         if why:
             raise StageFailed("tritonserver does not start", why=why)
@@ -569,10 +589,10 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
         return process
 
     if ready:
-        assert start_until_ready(start, points, tmp_path / "log", notes.append) is process
+        assert start_until_ready(start, points, tmp_path / "log", notes.append, seconds=1800) is process
     else:
         with pytest.raises(StageFailed, match="tritonserver does not start"):
-            start_until_ready(start, points, tmp_path / "log", notes.append)
+            start_until_ready(start, points, tmp_path / "log", notes.append, seconds=1800)
     assert len(whys) - len(left) == starts
     assert len(ended) == starts - ready
     assert len(notes) == starts - 1
@@ -729,6 +749,13 @@ def test_a_record_that_another_user_alone_may_read_stays(store: Store, monkeypat
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert running(store) == []
     assert (store.home / "servers" / "theirs.json").is_file()
+
+
+def test_requests_of_a_server_of_its_own_get_no_time_of_triton_s(run: Run) -> None:
+    assert run("serve", "x", "--front", "native", "--drain", "60").error() == (
+        "--drain is for tritonserver and its gateway: with --front native the runtime's own server stands alone; "
+        "leave it out, or serve with --front triton"
+    )
 
 
 def test_a_gateway_s_port_without_a_gateway_is_refused(run: Run) -> None:

@@ -11,7 +11,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +54,15 @@ from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy import rendezvous
 from trtpipe.pipeline.deploy.config import NAME_LENGTH, DeployConfig, dns_name
 from trtpipe.pipeline.deploy.kubernetes import manifests, plan, write
-from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, LINGER_SECONDS, PORTS, PRE_STOP_SECONDS
+from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, LINGER_SECONDS, PORTS, PRE_STOP_SECONDS, answer_seconds
 from trtpipe.pipeline.deploy.placement import place
 from trtpipe.pipeline.deploy.values import to_yaml
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.llmapi import SETTINGS
+
+# Of all cases.
+WORKLOAD = "llama3-8b-h100-fp8"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -206,7 +212,10 @@ def test_ports_are_the_same_everywhere(name: str) -> None:
     for holder in holders:
         own = {port["name"] for port in holder["ports"]}
         for probe in {"startupProbe", "livenessProbe", "readinessProbe"} & set(holder):
-            assert holder[probe]["httpGet"]["port"] in own
+            if "exec" in holder[probe]:
+                assert holder[probe]["exec"]["command"][-3] == "8000"
+            else:
+                assert holder[probe]["httpGet"]["port"] in own
     text = " ".join(server["args"])
     for port, number in PORTS.items():
         assert re.search(rf"--{port}-port[= ]{number}\b", text)
@@ -264,7 +273,7 @@ def test_nothing_secret_and_no_place_of_a_host_is_written(name: str, tmp_path: P
     # The paths of a container, of an image, of the API and of HTTP.
     known = (
         "/models", "/repository", "/opt/trtpipe", "/etc/trtpipe/keys", "/tmp", "/dev/shm", "/v2/", "/health/",
-        "/metrics", "/apis/",
+        "/metrics", "/apis/", "/proc",
     )  # fmt: skip
     manifest = "\n".join(to_yaml(one) for path, one in made(name).items() if "configmap" not in path)
     for path in re.findall(r"(?<![\w.>*}/])/[a-z][\w/.-]*", manifest):
@@ -339,6 +348,7 @@ def test_ranks_of_the_llm_api_on_several_nodes_wait_for_the_first_which_serves()
 def test_runtimes_of_ours_are_served_by_trtpipe_itself() -> None:
     words = ["trtpipe", "serve", "/models", "--no-openai", "--host", "0.0.0.0"]
     words += ["--http-port", "8000", "--grpc-port", "8001", "--metrics-port", "8002"]
+    words += ["--ready-timeout", "1800", "--drain", "155", "--allow-model-code"]
     for name in ("trial", "vllm"):
         assert container(name)["args"] == words
         assert container(name)["image"] == OURS
@@ -431,6 +441,8 @@ def test_requests_have_time_to_end_before_the_pod_is_killed(grace: int, tp: int,
     assert server["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_SECONDS)]
     exit_seconds = int(next(w for w in server["args"] if "exit-timeout" in w).partition("=")[2])
     assert exit_seconds > 0
+    told = answer_seconds(built.passport, built.config, built.placement)
+    assert PRE_STOP_SECONDS + exit_seconds <= told <= linger + drain
     if tp * pp == 1:
         assert PRE_STOP_SECONDS + exit_seconds < grace
         return
@@ -445,9 +457,82 @@ def test_a_server_may_take_its_time_to_load() -> None:
     probe = server["startupProbe"]
     assert probe["httpGet"]["path"] == "/v2/health/ready"
     assert probe["failureThreshold"] * probe["periodSeconds"] >= 1801
-    assert server["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
     assert server["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    words = container("vllm", startup_seconds=1801)["args"]
+    assert words[words.index("--ready-timeout") + 1] == "1801"
     assert one("one", "Deployment", startup_seconds=1801)["spec"]["progressDeadlineSeconds"] > 1801
+
+
+class Live(BaseHTTPRequestHandler):
+    """A tritonserver that calls itself live."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v2/health/live" else 404)
+        self.end_headers()
+
+    def log_message(self, *words: Any) -> None: ...
+
+
+def process(folder: Path, number: int, *words: str, started: int = 7) -> None:
+    (folder / str(number)).mkdir(parents=True, exist_ok=True)
+    (folder / str(number) / "cmdline").write_text("".join(f"{word}\0" for word in words))
+    (folder / str(number) / "stat").write_text(f"{number} (a) b) S {'0 ' * 18}{started} 0\n")
+
+
+@pytest.mark.loopback
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["one", "group", "llmapi"])
+def test_a_server_of_which_a_python_process_has_died_is_not_live(name: str, tmp_path: Path) -> None:
+    """As Triton 2.51 starts them. One that was never there is not missed: the probe ends no healthy server."""
+    probe = container(name)["livenessProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+    assert PRE_STOP_SECONDS < probe["terminationGracePeriodSeconds"] <= 60
+    python, *words = probe["exec"]["command"][:-3]
+    assert (python, words[:3]) == ("python3", ["-I", "-S", "-c"])
+    assert probe["exec"]["command"][-3:] == ["8000", "/proc", "/tmp"]
+    proc, folder = tmp_path / "proc", tmp_path / "tmp"
+    folder.mkdir()
+    stub = "/opt/tritonserver/backends/python/triton_python_backend_stub"
+
+    def start(number: int, instance: str, program: str = stub) -> None:
+        region = "rank0_0_d93f3112-48f5-403b-bf1d-3b1716d53401"
+        script = f"/models/{instance[:-4]}/1/model.py"
+        process(proc, number, program, script, region, "1048576", "1048576", "1", "/opt", "336", instance, "DEFAULT")
+
+    def told(port: int) -> str:
+        command = [sys.executable, *words, str(port), str(proc), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == (done.stderr == "")
+        return done.stderr
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Live) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+        process(proc, 1, "tritonserver", "--model-repository=/models")
+        assert told(port) == ""
+        start(30, "preprocessing_0_0")
+        start(31, "preprocessing_0_1")
+        start(32, "other_0_0", program="/usr/bin/python3")
+        assert told(port) == ""
+        # Dead, and not collected by Triton.
+        process(proc, 31)
+        shutil.rmtree(proc / "32")
+        assert told(port) == "a Python process has died: preprocessing_0_1\n"
+        start(33, "preprocessing_0_1")
+        assert told(port) == ""
+        shutil.rmtree(proc / "30")
+        assert told(port) == "a Python process has died: preprocessing_0_0\n"
+        # The container is started again, with other models.
+        process(proc, 1, "tritonserver", started=8)
+        assert told(port) == ""
+        shutil.rmtree(proc)
+        assert told(port) == ""
+        server.shutdown()
+    assert "ConnectionRefusedError" in told(port)
+
+
+def test_trtpipe_serve_watches_its_python_processes_itself() -> None:
+    assert container("vllm")["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": "http"}
 
 
 def test_replicas_follow_waiting_requests_and_fullness() -> None:
@@ -503,6 +588,11 @@ def test_the_gateway_is_beside_the_server_asks_for_keys_and_is_ready_when_the_mo
     assert gate["authorization"] == {"type": "Bearer", "credentials": credentials}
     # As the alerts of `trtpipe monitoring` call them.
     assert [e["relabelings"][0]["replacement"] for e in (server, gate)] == ["trtpipe", "trtpipe-gateway"]
+    # A server that loads has no metrics, and is not down.
+    assert server["relabelings"][1:] == [
+        {"sourceLabels": ["__meta_kubernetes_pod_ready"], "regex": "true", "action": "keep"}
+    ]
+    assert gate["relabelings"][1:] == []
     assert "3" in gateway("dressed")["command"]
     assert gateway("dressed")["resources"]["requests"] == {"cpu": "3", "memory": "3Gi"}
     assert "--api-keys-file" not in gateway("trial")["command"]
@@ -530,6 +620,15 @@ def test_the_command_of_the_gateway_is_one_that_trtpipe_knows() -> None:
     command = command_of_examples().commands["gateway"]
     context = command.make_context("gateway", list(words[2:]))
     assert (context.params["target"], context.params["linger"], context.params["port"]) == ("/models", 10, 9000)
+
+
+def test_the_command_of_the_server_is_one_that_trtpipe_knows() -> None:
+    words = container("vllm")["args"]
+    context = command_of_examples().commands["serve"].make_context("serve", list(words[2:]))
+    given = {name: context.params[name] for name in ("targets", "ready_timeout", "drain", "allow_model_code", "host")}
+    assert given == {
+        "targets": ("/models",), "ready_timeout": 1800, "drain": 155, "allow_model_code": True, "host": "0.0.0.0",
+    }  # fmt: skip
 
 
 def test_a_mig_slice_is_asked_for_by_its_own_name() -> None:
@@ -698,6 +797,23 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
             assert words in text
     assert ("/v1/chat/completions" in text) == (name != "fixed")
     assert ("create secret generic llama3-8b-h100-fp8-api-keys" in text) == (name not in ("fixed", "trial", "dressed"))
+    workload = f"leaderworkerset/{WORKLOAD}-group" if name in GROUPS else f"deployment/{WORKLOAD}"
+    space = CASES[name].config().namespace
+    restart = "patch" if name in GROUPS else "rollout restart"
+    assert f"kubectl -n {space} {restart} {workload}" in text
+    assert ("rollout restart deployment" in text) == (name not in GROUPS)
+    # What an earlier base may have left.
+    other = f"deployment/{WORKLOAD}" if name in GROUPS else f"leaderworkerset/{WORKLOAD}-group"
+    assert f"kubectl -n {space} delete {other}" in text
+    scaled = any(key.startswith("Horizontal") for key in resources(name))
+    assert (f"kubectl -n {space} apply edit-last-applied {workload}" in text) == scaled
+    assert (f"delete horizontalpodautoscaler/{WORKLOAD}" in text) != scaled
+    assert ("has gone are replaced after 30 s" in text) == (name not in GROUPS)
+    seconds = {"dressed": 289, "tp2": 169, "group": 91, "wide": 91, "llmapis": 91}.get(name, 175)
+    assert f"An answer that still runs {seconds} s after its pod was told to end is cut off." in text
+    assert ("The liveness probe looks for these processes too" in text) == (name not in ("trial", "vllm"))
+    assert ("do not check again (`--allow-model-code`)" in text) == (name in ("trial", "vllm"))
+    assert ("/opt/venv-vllm/bin/pip install 'vllm>=" in text) == (name == "vllm")
     if case.passport.toolchain:
         assert (find_toolchain(None).driver or "?") in text
     assert ("tens of gigabytes" in text) == (name not in ("trial", "vllm")), "NVIDIA's image, not ours"

@@ -267,6 +267,16 @@ def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) ->
             assert all(labels.get("job") in jobs for labels in selections), name
 
 
+def test_where_a_server_that_is_down_is_looked_for(rules: list[dict[str, Any]]) -> None:
+    """In a cluster, where a target has the label of its pod, `trtpipe ps` knows nothing of it."""
+    (rule,) = [rule for rule in rules if rule["alert"] == "TrtpipeServerDown"]
+    text = rule["annotations"]["description"]
+    found = re.fullmatch(r".*\{\{ if \$labels\.pod \}\}(.*)\{\{- else \}\}(.*)\{\{ end \}\}", text)
+    assert found
+    assert "kubectl -n {{ $labels.namespace }} describe pod {{ $labels.pod }}" in found[1]
+    assert ("trtpipe" in found[1], "trtpipe ps" in found[2]) == (False, True)
+
+
 def test_requests_that_wait_alarm_after_five_minutes_with_the_cache_full(rules: list[dict[str, Any]]) -> None:
     (rule,) = [rule for rule in rules if rule["alert"] == "TrtpipeRequestsWait"]
     assert rule["for"] == "5m"
