@@ -359,6 +359,7 @@ def test_requests_that_were_given_more_time_have_it(
 
 
 @pytest.mark.process
+@pytest.mark.loopback
 def test_a_server_that_loads_longer_than_it_may_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("loading: tensorrt_llm:1\n")
     with subprocess.Popen(["sleep", "600"]) as process:
