@@ -120,9 +120,9 @@ def this_gpu() -> str:
         return "cpu"
     if not gpus:
         return "cpu"
-    if gpus[0].uuid.startswith("MIG-"):
+    if gpus[0].uuid.startswith("MIG-") or gpus[0].total_mib is None:  # a container may have nothing but the slice
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES names a MIG slice of {gpus[0].name}", why="the driver does not report its size",
+            f"this is a MIG slice of {gpus[0].name}", why="the driver does not report its size",
             remedy="give --gpu, such as h100-mig-3g.40gb of `trtpipe gpus`",
         )  # fmt: skip
     found = facts.gpu_of(gpus[0].name)

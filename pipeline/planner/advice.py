@@ -272,8 +272,8 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         of_all = len(made)
         for tp in question.tps or (TPS if not gpu.mig else (1,)):
             one = _candidate(question, target, precision, (tp, moe_tp, moe_ep), lengths, how)
-            # A number of GPUs that does not fit is dropped once a larger number has been tried.
-            if len(made) > of_all and made[-1].option is None:
+            # A number of GPUs that does not fit is dropped once a larger number of one host has been tried.
+            if len(made) > of_all and made[-1].option is None and tp <= gpu.ranks_of_host:
                 made.pop()
             made.append(one)
     return made

@@ -329,8 +329,8 @@ def all_reduce(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> AllReduce:
         raise UsageError(
             f"{tp} {gpu.name} are more than the {gpu.ranks_of_host} of a host",
             why="the network between hosts is not predicted",
-            remedy=f"use --tp {gpu.ranks_of_host} or fewer; host_gpus in gpus/{gpu.name}.yaml of TRTPIPE_HOME says "
-            "how many one switch joins",
+            remedy=f"`trtpipe settings --tp {gpu.ranks_of_host} --pp 2` says whether it fits two hosts; host_gpus in "
+            f"gpus/{gpu.name}.yaml of TRTPIPE_HOME says how many one switch joins",
         )
     passes = 2 * (tp - 1) / tp
     if linked(gpu, tp):

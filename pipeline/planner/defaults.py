@@ -61,7 +61,9 @@ def planned_sizes(
     if gpu.memory_bytes is None or weights_elsewhere:
         return out
     how, tp = load_efficiency().of(runtime), _given(chosen, "tp", 1)
-    moe_tp, moe_ep = (_given(chosen, name, 0) or None for name in ("moe_tp", "moe_ep"))
+    moe_tp = moe_ep = None
+    if model.experts is not None:  # else they are refused where they are read
+        moe_tp, moe_ep = (_given(chosen, name, 0) or None for name in ("moe_tp", "moe_ep"))
     least = replace(
         LEAST, tokens_per_block=_given(chosen, "build.tokens_per_block", usual.tokens_per_block),
         kv_cache_free_gpu_mem_fraction=_share(chosen),
@@ -71,9 +73,15 @@ def planned_sizes(
         fewest = smallest_tp(
             model, dtype, quantization, gpu, few, how, wanted.longest, moe_tp=moe_tp, moe_ep=moe_ep
         )  # fmt: skip
+        why = f"the plan: the fewest {gpu.name} that it fits"
+        if moe_tp or moe_ep:
+            why += ", with its experts shared so"
+            shared = (moe_tp or 1) * (moe_ep or 1)
+            if fewest is None and shared <= gpu.ranks_of_host and shared.bit_count() == 1:
+                fewest = shared  # the judgement says what does not fit
         if fewest is not None and fewest > 1:
             tp = fewest
-            out["tp"] = (tp, f"the plan: the fewest {gpu.name} that it fits")
+            out["tp"] = (tp, why)
     mapping = Mapping.of(tp, _given(chosen, "pp", 1), moe_tp, moe_ep)
     given = _given(chosen, "build.max_num_tokens", 0) or None
     rows = (1 + _given(chosen, "build.max_draft_len", 0)) * _given(chosen, "build.max_beam_width", 1)

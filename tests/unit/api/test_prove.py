@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,14 +144,18 @@ def test_a_card_is_not_taken_for_a_slice_of_it(
 
 
 def test_a_slice_and_a_card_without_a_file_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = card("NVIDIA H100 80GB HBM3", "MIG-3ae0")
-    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: (found,))
-    with pytest.raises(UsageError) as error:
-        prove.this_gpu()
-    assert str(error.value) == (
-        "CUDA_VISIBLE_DEVICES names a MIG slice of NVIDIA H100 80GB HBM3: the driver does not report its size; "
-        "give --gpu, such as h100-mig-3g.40gb of `trtpipe gpus`"
-    )
+    for found in (
+        card("NVIDIA H100 80GB HBM3", "MIG-3ae0"),
+        # A container that has nothing but the slice may not ask for the card's memory.
+        replace(card("NVIDIA H100 80GB HBM3"), total_mib=None),
+    ):
+        monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", partial(tuple, [found]))
+        with pytest.raises(UsageError) as error:
+            prove.this_gpu()
+        assert str(error.value) == (
+            "this is a MIG slice of NVIDIA H100 80GB HBM3: the driver does not report its size; "
+            "give --gpu, such as h100-mig-3g.40gb of `trtpipe gpus`"
+        )
     monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: (card("NVIDIA X1"),))
     with pytest.raises(UsageError, match="no file of `trtpipe gpus` is of NVIDIA X1; give --gpu"):
         prove.this_gpu()

@@ -204,6 +204,8 @@ def test_groups_of_experts_are_planned_as_they_are_built() -> None:
     assert (spec.mapping.tp_size, spec.mapping.moe_ep_size) == (4, 4)
     assert made("mixtral-8x7b", moe_ep=4).mapping == Mapping(tp_size=4, moe_ep_size=4)
     assert made("mixtral-8x7b", moe_tp=4).mapping == Mapping(tp_size=4)
+    assert "mixtral-8x22b on l4 does not fit: " in refused("mixtral-8x22b", gpu="l4", moe_ep=2)
+    assert refused("llama3-8b", moe_tp=4).startswith("moe_tp_size 4 does not make tp_size 1")
 
 
 def test_two_hosts_are_named_and_not_chosen() -> None:
@@ -213,9 +215,10 @@ def test_two_hosts_are_named_and_not_chosen() -> None:
     assert refused("llama3.1-405b", "build.max_num_tokens=4096") == refused("llama3.1-405b")
     assert refused("llama3.1-405b", runtime="vllm") == f"{told}{smaller}"  # which is served on one
     assert made("llama3.1-405b", tp=8, pp=2).build.max_batch_size > 8
-    assert "16 h100 are more than the 8 of a host: the network between hosts is not predicted; use --tp 8" in planned(
-        "llama3.1-405b", "h100", "bf16", tp=16
-    )
+    assert (
+        "16 h100 are more than the 8 of a host: the network between hosts is not predicted; "
+        "`trtpipe settings --tp 8 --pp 2` says whether it fits two hosts"
+    ) in planned("llama3.1-405b", "h100", "bf16", tp=16)
 
 
 def test_a_slice_that_is_too_small_is_told_as_one() -> None:
