@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,34 @@ def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_reposito
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
     assert "rank0.safetensors" in last
+    assert not using(copy)
+
+
+def test_an_answer_ends_whole_where_every_process_is_told_to_end(
+    cli: Cli, tiny_repository: Path, tmp_path: Path
+) -> None:
+    """As by `systemctl stop` of a unit with systemd's own KillMode."""
+    copy = tmp_path / "unit"
+    _link_tree(tiny_repository, copy)
+    with cli.serving(str(copy), *ANYWHERE) as serving:
+        server = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == "unit")
+        url = f"{server['http']}/v2/models/ensemble/generate_stream"
+        body = {"text_input": "Hello", "max_tokens": 200, "stream": True, "exclude_input_in_output": True}
+
+        def answer() -> Iterator[str]:
+            with httpx.stream("POST", url, json=body, timeout=60) as reply:
+                yield from (line for line in reply.iter_lines() if line)
+
+        whole = list(answer())
+        family = psutil.Process(serving.pid).children(recursive=True)
+        lines = answer()
+        begun = [next(lines)]
+        for process in (*family, serving):
+            process.send_signal(signal.SIGTERM)
+        assert [*begun, *lines] == whole
+        serving.communicate(timeout=60)
+    assert serving.returncode == 0
+    assert not any(alive(process) for process in family)
     assert not using(copy)
 
 
