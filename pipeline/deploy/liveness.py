@@ -36,7 +36,7 @@ def lost(proc: Path, folder: Path) -> list[str]:
 
 def instances(proc: Path) -> set[str]:
     """Instances of models whose processes run. One that has ended and is not collected yet has no command line."""
-    found = set()
+    found: set[str] = set()
     for path in proc.glob("[0-9]*/cmdline"):
         words = []
         with contextlib.suppress(OSError):  # it has ended meanwhile
