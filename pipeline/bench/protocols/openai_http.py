@@ -20,6 +20,8 @@ from trtpipe.pipeline.net.api_key import key_refused
 # Keys under which servers put the text of a chat chunk.
 _TEXTS = ("content", "reasoning_content", "reasoning")
 _NO_JSON = (b"[DONE]", b"")
+# Reasons of an end that the model chose, by an end token or after a call.
+_ENDED = ("stop", "tool_calls")
 
 
 class OpenAiHttp:
@@ -72,7 +74,7 @@ class OpenAiHttp:
         texts: list[str] = []
         usage: int | None = None
         prompt: int | None = None
-        done = False
+        done = ended = False
         found = events(request)
         chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=request.limit)
         for event, stamp in found:
@@ -91,6 +93,7 @@ class OpenAiHttp:
                     prompt = _count(told, "prompt_tokens", prompt)
                 choices = chunk.get("choices") if told else chunk["choices"]
                 text = self._text(choices[0]) if choices else ""
+                ended = ended or bool(choices and choices[0].get("finish_reason") in _ENDED)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise BadAnswer("MalformedResponse", f"{type(error).__name__}: {error}, in {event[:200]!r}") from None
             if text:
@@ -98,7 +101,7 @@ class OpenAiHttp:
                 texts.append(text)
         if not done:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
-        return Answer(stamps, None, "".join(texts), usage, prompt)
+        return Answer(stamps, None, "".join(texts), usage, prompt, ended)
 
     def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         try:

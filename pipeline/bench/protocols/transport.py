@@ -24,6 +24,7 @@ class Answer(NamedTuple):
     text       the whole text, where its tokens have to be counted here; else empty
     usage      the server's count of the whole answer's tokens, if it gave one
     prompt     the server's count of the prompt's tokens, including those that a chat template adds
+    ended      whether the model ended it: servers count the end token too, which has no text
     """
 
     stamps_ns: list[int]
@@ -31,6 +32,7 @@ class Answer(NamedTuple):
     text: str = ""
     usage: int | None = None
     prompt: int | None = None
+    ended: bool = False
 
 
 class BadAnswer(Exception):

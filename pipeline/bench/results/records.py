@@ -286,4 +286,7 @@ def _count(answer: Answer, count_tokens: Callable[[str], int]) -> tuple[Answer, 
     source, total = (TOKENIZER, count_tokens(answer.text)) if answer.usage is None else (USAGE, answer.usage)
     if total == len(answer.stamps_ns):  # then each response carried one
         answer = answer._replace(tokens=[1] * total)
+    elif answer.ended and total == len(answer.stamps_ns) + 1 > 1:
+        # The end token has no response of its own. No gap between tokens is of the first response.
+        answer = answer._replace(tokens=[2, *[1] * (total - 2)])
     return answer, source, total

@@ -89,7 +89,7 @@ def test_a_template_for_tools_comes_too(folder: Path, out: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("ends", "written"),
-    [(2, {"eos_token_id": 2}), ([0, 5], {"eos_token_id": [0, 5]}), (0, {"eos_token_id": 0}), ("</s>", None)],
+    [(2, {"eos_token_id": [1, 2]}), ([0, 1], {"eos_token_id": [1, 0]}), (1, {"eos_token_id": [1]}), ("</s>", None)],
 )
 def test_the_tokenizer_has_the_end_tokens_that_config_json_alone_states(
     folder: Path, out: Path, ends: Any, written: dict[str, Any] | None

@@ -348,10 +348,12 @@ def test_openai_s_answers() -> None:
     thought = {"choices": [{"delta": {"reasoning_content": "hm", "content": None}}]}
     end = {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": None}
     usage: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}}
-    assert read(chat, sse(role, thought, *words, end, usage, "[DONE]")) == Answer([20, 30, 40], None, "hmaé", 9, 5)
+    assert read(chat, sse(role, thought, *words, end, usage, "[DONE]")) == Answer(
+        [20, 30, 40], None, "hmaé", 9, 5, ended=True
+    )
     usage["usage"] = {"completion_tokens": 9}
     assert read(chat, sse(*words, usage, "[DONE]")) == Answer([10, 20], None, "aé", 9)
-    assert read(chat, sse(role, *words, end, "[DONE]")) == Answer([20, 30], None, "aé", None)
+    assert read(chat, sse(role, *words, end, "[DONE]")) == Answer([20, 30], None, "aé", ended=True)
     assert read(plain, sse(*({"choices": [{"text": word}]} for word in ("a", "", "b")), "[DONE]")) == (
         Answer([10, 30], None, "ab", None)
     )

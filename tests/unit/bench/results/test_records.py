@@ -65,8 +65,12 @@ TEXT = Answer(stamps(20, 30), None, text="three words here")
         # As many tokens as responses: each carried one, whoever counted.
         (SAID._replace(usage=2), USAGE, 2, [1, 1]),
         (TEXT._replace(text="two words"), TOKENIZER, 2, [1, 1]),
+        # An end token is counted, and has no response; one token more without an end is not known to be one.
+        (SAID._replace(usage=3, ended=True), USAGE, 3, [2, 1]),
+        (SAID._replace(usage=3), USAGE, 3, [NONE, NONE]),
+        (SAID._replace(usage=4, ended=True), USAGE, 4, [NONE, NONE]),
     ],
-    ids=["server", "usage", "tokenizer", "usage, one each", "tokenizer, one each"],
+    ids=["server", "usage", "tokenizer", "usage, one each", "tokenizer, one each", "end", "no end", "no end alone"],
 )
 def test_who_counts_the_tokens(answer: Answer, source: str, total: int, tokens: list[int]) -> None:
     records = settled(answer)
