@@ -113,8 +113,8 @@ def test_an_answer_ends_whole_where_every_process_is_told_to_end(
         family = psutil.Process(serving.pid).children(recursive=True)
         lines = answer()
         begun = [next(lines)]
-        for process in (*family, serving):
-            process.send_signal(signal.SIGTERM)
+        for pid in (*(one.pid for one in family), serving.pid):
+            os.kill(pid, signal.SIGTERM)
         assert [*begun, *lines] == whole
         serving.communicate(timeout=60)
     assert serving.returncode == 0
