@@ -16,7 +16,7 @@ from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.families import families
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource
 from trtpipe.engines.passport import WEIGHTS
-from trtpipe.engines.precision import SHORT_NAMES, resolve_precision
+from trtpipe.engines.precision import FLOAT_NAMES, SHORT_NAMES, resolve_precision
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo
 from trtpipe.pipeline.layers import LORA, Layer
 from trtpipe.pipeline.resolve import resolve
@@ -72,9 +72,10 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     asked = {name for _, layer in given for name in layer}
     if _comes_quantized(given):
         asked.add("dtype")  # the model's files have one already
+    dtype = _merged(given).get("dtype")
     base: list[Layer] = [
         (_PASSPORT, _from_passport(deployment, asked)),
-        (_PLAN, {} if run is None or plan is None else _from_plan(plan, run.last("download"), asked)),
+        (_PLAN, {} if run is None or plan is None else _from_plan(plan, run.last("download"), asked, dtype)),
         (_ENGINE, {**_from_engine(deployment, runtime, asked), **_group(chosen(rows), "build")}),
         (_REPOSITORY, _group(chosen(rows), "serving")),
     ]
@@ -122,10 +123,13 @@ def _require_family(deployment: Deployment) -> None:
         )
 
 
-def _from_plan(plan: BuildSpec, download: Record | None, asked: set[str]) -> dict[str, Any]:
+def _from_plan(plan: BuildSpec, download: Record | None, asked: set[str], dtype: str | None) -> dict[str, Any]:
     """What only a target of ours says: the model's source with the commit of its `download`, calibration, and the tasks
-    of the accuracy gate. Raises InputDataError."""
+    of the accuracy gate, which judge any quantized precision. `dtype` is the one that is asked for, if any. Raises
+    InputDataError."""
     names = ["calibration", "accept_accuracy", "tasks"] if "dtype" not in asked else []
+    if dtype is not None and dtype not in FLOAT_NAMES:
+        names.append("tasks")
     names += [LORA] if "model" in asked else [*WEIGHTS, LORA]
     kept = {name: plan.settings[name] for name in names if name in plan.settings}
     source = plan.model.source

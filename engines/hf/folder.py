@@ -161,8 +161,8 @@ def check_tied_head(model: ModelConfig, located: Mapping[str, LocatedTensor]) ->
         raise InputDataError(
             f"tensor '{head.entry.name}' in {head.path} is not the embedding, to which config.json ties it",
             why="with the embedding as its head the model would give other answers",
-            remedy=f'set "tie_word_embeddings": false in config.json, or remove {head.entry.name} '
-            "if the model was not trained with it",
+            remedy='in the model\'s folder, or a copy of it that --model names, set "tie_word_embeddings": false in '
+            f"config.json, or remove {head.entry.name} if the model was not trained with it",
         )
 
 

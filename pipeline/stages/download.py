@@ -22,6 +22,7 @@ from trtpipe.engines.files import copy, device, place, require_disk, size_text, 
 from trtpipe.engines.hf.folder import (
     DETAILS,
     TOKENIZER_FILES,
+    check_tied_head,
     index_of,
     locate_tensors,
     read_model_config,
@@ -104,6 +105,8 @@ class Download(Stage):
         model = read_model_config(folder, quantized=True)
         _require_same(spec, folder)
         family_of(model).check_source(folder, model)
+        if isinstance(source, FolderSource):
+            check_tied_head(model, locate_tensors(folder))
         spec.judge(model)
         spec.judge_adapters(model)
         spec.judge_draft(model)

@@ -144,6 +144,7 @@ def test_a_target_of_ours_brings_the_commit_of_its_weights_and_the_tasks_of_its_
     assert found.spec.tasks == ("ours.jsonl",)
     other = trtpipe.migrate(run.path, to="vllm", gpu="h100", revision="v2", dtype="bf16")
     assert (other.recipe["revision"], "tasks" in other.recipe) == ("v2", False)
+    assert trtpipe.migrate(run.path, to="vllm", gpu="h100", dtype="int4-awq").spec.tasks == ("ours.jsonl",)
     assert "revision" not in trtpipe.migrate(run.path, to="vllm", gpu="h100", model="llama3.1-8b").recipe
 
 

@@ -367,6 +367,7 @@ def test_a_tied_models_other_head_is_refused(tmp_path: Path, monkeypatch: pytest
     assert refusal(source, tmp_path / "out") == (
         f"tensor 'lm_head.weight' in {source}/model.safetensors is not the embedding, to which config.json ties it: "
         "with the embedding as its head the model would give other answers; "
+        "in the model's folder, or a copy of it that --model names, "
         'set "tie_word_embeddings": false in config.json, '
         "or remove lm_head.weight if the model was not trained with it"
     )
