@@ -197,7 +197,7 @@ def serve(
     target: str | Path | Sequence[str | Path] | None = None, *, front: str = "triton", server: str = "auto",
     image: str | None = None, host: str = "127.0.0.1", http_port: int = 0,
     grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
-    engine_python: str | Path | None = None, allow_model_code: bool = False, drain_s: int = 15,
+    engine_python: str | Path | None = None, allow_model_code: bool = False, drain_s: int = 15, ready_s: int = 600,
 ) -> Iterator[Client]:  # fmt: skip
     """Serve a target while the `with` block runs: `with trtpipe.serve("smollm2-135m.cpu.fp32") as client:`.
 
@@ -210,6 +210,7 @@ def serve(
     engine_python     Python that runs engines; for vLLM that of the environment beside this one if left out
     allow_model_code  whether code of unknown templates may run
     drain_s           seconds that requests in flight have to end after the block
+    ready_s           seconds that the models have to load
 
     Yields a client of the first target. `trtpipe serve` also repairs a server whose Python process has died, which
     this does not. Raises UsageError, HostError, InputDataError, ArtefactRefused or StageFailed.
@@ -231,7 +232,7 @@ def serve(
             front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
             openai=openai_port, gpus=None if gpus is None else tuple(gpus),
             engine_python=None if engine_python is None else str(engine_python), allow_model_code=allow_model_code,
-            drain_s=drain_s,
+            drain_s=drain_s, ready_s=ready_s,
         )  # fmt: skip
         running, process = serving.launch(found, store, options, log.info)
     # Called once: at the end of the program where the block has not ended, as that of an ExitStack that stays open.

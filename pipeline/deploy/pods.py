@@ -119,8 +119,9 @@ def _container(target: Target, component: str, words: list[str]) -> dict[str, An
     # The port opens when all models are loaded, minutes after the start.
     tries = math.ceil(target.config.startup_seconds / PROBE_SECONDS)
     container["startupProbe"] = _probe("/v2/health/ready", "http", PROBE_SECONDS, tries)
+    # `trtpipe serve` sees a process that has died, and loads again: its port is closed for as long as a start takes.
     container["livenessProbe"] = (
-        _probe("/v2/health/live", "http", PROBE_SECONDS, 6) if own_image(target.passport) else _liveness()
+        _probe("/v2/health/live", "http", PROBE_SECONDS, tries) if own_image(target.passport) else _liveness()
     )
     container["readinessProbe"] = _probe("/v2/health/ready", "http", 5, 3)
     # Requests go on arriving until every client knows that the pod ends; only then is the server told.

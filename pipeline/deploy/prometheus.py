@@ -52,9 +52,6 @@ def adapter_rules(pp_size: int, *, gateway: bool) -> list[dict[str, Any]]:
 def pod_monitor(target: Target) -> dict[str, Any]:
     """A PodMonitor, by which the Prometheus operator scrapes the pods, under the jobs that the alerts name."""
     endpoints: list[dict[str, Any]] = [_endpoint("metrics", "trtpipe")]
-    # A server has no metrics while it loads, for minutes, and that is no failure.
-    ready = {"sourceLabels": ["__meta_kubernetes_pod_ready"], "regex": "true", "action": "keep"}
-    endpoints[0]["relabelings"].append(ready)
     if target.gateway_image is not None:
         endpoints.append(_endpoint("openai", "trtpipe-gateway"))
     if target.keys_secret is not None:

@@ -182,7 +182,7 @@ def main() -> None:
             options,
             ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True),
             tick=reload_if_asked,
-            note=lambda text: print(text, flush=True),
+            note=_say,
         )
     except TrtpipeError as error:
         _tell_failure(error)
@@ -197,12 +197,17 @@ def _serve_models(gateway: Gateway, models: list[dict[str, Any]]) -> TrtpipeErro
         known = translate(error) or StageFailed("the gateway does not reload", why=str(error))
         _tell_failure(known)
         return known
-    print("gateway reloaded", flush=True)
+    _say("gateway reloaded")
     return None
 
 
 def _tell_failure(error: TrtpipeError) -> None:
-    print(f"gateway failed: {json.dumps(error_to_json(error))}", flush=True)
+    _say(f"gateway failed: {json.dumps(error_to_json(error))}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk costs lines of the log, not the server
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,11 @@ def http_client(timeout: float) -> httpx.Client:
     return httpx.Client(timeout=timeout, verify=False)
 
 
-def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
-    """Load models again; each serves its old version until the new one is ready. Raises StageFailed with the reason."""
+def load_models(endpoints: Endpoints, names: Sequence[str], log: Path, *, seconds: int = READY_SECONDS) -> None:
+    """Load models again, each within `seconds`; it serves its old version until then. Raises StageFailed with the
+    reason."""
     for name in names:
-        _control(endpoints, name, "load", log)
+        _control(endpoints, name, "load", log, seconds=seconds)
 
 
 def ready(endpoints: Endpoints, name: str) -> bool:

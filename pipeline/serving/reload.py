@@ -95,7 +95,7 @@ def _load_instead(
         for one in loaded:
             names = [one.model(name) for name in model_names(one.repository)]
             changed += names  # at once: the load of an ensemble loads its parts
-            model_control.load_models(server.endpoints, names, server.log)
+            model_control.load_models(server.endpoints, names, server.log, seconds=server.ready_s)
             smoke(renewed, one)
         for name in sorted(before.keys() - wanted):
             changed.append(name)
@@ -150,7 +150,7 @@ def _take_back(server: Server, models: Mapping[str, Path], instead: Mapping[str,
         failures = {}
         for name in left:
             try:
-                model_control.load_models(server.endpoints, [name], server.log)
+                model_control.load_models(server.endpoints, [name], server.log, seconds=server.ready_s)
             except StageFailed as failure:
                 failures[name] = str(failure)
         left = list(failures)

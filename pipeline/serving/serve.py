@@ -176,7 +176,7 @@ def _launch(
     process = start_until_ready(start, endpoints, log, note, loading, seconds=options.ready_s)
     server = Server(
         name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed, docker=kind == "docker",
-        drain_s=options.drain_s or 0,
+        drain_s=options.drain_s or 0, ready_s=options.ready_s,
     )  # fmt: skip
     try:
         for one in served:

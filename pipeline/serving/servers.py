@@ -18,6 +18,7 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import terminate, words_of
 from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.serving import server_log, tritonserver
+from trtpipe.pipeline.serving.model_control import READY_SECONDS
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.store.store import Store, machine
@@ -104,6 +105,7 @@ class Server:
              one in records of earlier versions
     docker   whether it runs in a container
     drain_s  seconds that requests in flight have to end, where such were asked for; 0 for the defaults
+    ready_s  seconds that its models have to load
     """
 
     name: str
@@ -121,6 +123,7 @@ class Server:
     boot: str = field(default_factory=boot)
     docker: bool = False
     drain_s: int = 0
+    ready_s: int = READY_SECONDS
 
     @property
     def program(self) -> str:
@@ -225,7 +228,7 @@ def read_server(path: Path) -> Server:
         raise ValueError(f"{path} is no record of a server: {error}") from None
     # Processes are queried and ended by these ids, and files are removed by the name.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
-    numbers = (*pids, points.http, points.grpc, points.metrics, server.drain_s)
+    numbers = (*pids, points.http, points.grpc, points.metrics, server.drain_s, server.ready_s)
     texts = (
         server.name,
         server.native,

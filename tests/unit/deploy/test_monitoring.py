@@ -267,6 +267,13 @@ def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) ->
             assert all(labels.get("job") in jobs for labels in selections), name
 
 
+def test_a_server_that_loads_is_down_only_once_it_has_been_up(rules: list[dict[str, Any]]) -> None:
+    down, starts = (next(one for one in rules if one["alert"] == f"TrtpipeServer{end}") for end in ("Down", "NotUp"))
+    up = 'up{job="trtpipe"}'
+    assert down["expr"] == f"({up} == 0 and max_over_time({up}[1d]) == 1) or absent({up})"
+    assert (down["for"], starts["expr"], starts["for"]) == ("1m", f"{up} == 0", "45m")
+
+
 def test_where_a_server_that_is_down_is_looked_for(rules: list[dict[str, Any]]) -> None:
     """In a cluster, where a target has the label of its pod, `trtpipe ps` knows nothing of it."""
     (rule,) = [rule for rule in rules if rule["alert"] == "TrtpipeServerDown"]
