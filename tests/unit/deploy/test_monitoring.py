@@ -34,8 +34,8 @@ FAMILIES = {
 UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
 # Words of PromQL that are not metrics; anything else outside of braces is one.
 WORDS = {
-    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on",
-    "or", "rate", "sum",
+    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "max_over_time",
+    "on", "or", "rate", "sum",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def series(expr: str) -> dict[str, list[dict[str, str]]]:
         found.setdefault(match[1], []).append({name: value for name, sign, value in labels if sign == "="})
         return "0"
 
-    rest = re.sub(r'([a-z_]\w*)\{((?:"(?:[^"\\]|\\.)*"|[^}"])*)\}(?:\[(?:\d+m|\$__rate_interval)\])?', take, rest)
+    rest = re.sub(r'([a-z_]\w*)\{((?:"(?:[^"\\]|\\.)*"|[^}"])*)\}(?:\[(?:\d+[dm]|\$__rate_interval)\])?', take, rest)
     assert re.fullmatch(r"[\d.()*/+<>= ,a-z_]*", rest), rest
     assert rest.count("(") == rest.count(")")
     assert set(re.findall(r"[a-z_]+", rest)) <= WORDS, rest

@@ -151,7 +151,7 @@ def test_why_a_model_does_not_load_is_explained_as_at_a_start(
     before = (folder / "models" / "tensorrt_llm").readlink()
     log.write_text("CUDA runtime error in ::cudaMalloc(ptr, n): out of memory\n")  # of an earlier start
 
-    def fail(*asked: object) -> None:
+    def fail(*asked: object, seconds: int) -> None:
         with log.open("a") as file:
             file.write("E1127 model_lifecycle.cc:642] \"failed to load 'tensorrt_llm' version 1: Internal: no room\"\n")
             file.write("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
