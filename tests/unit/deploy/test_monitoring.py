@@ -34,8 +34,8 @@ FAMILIES = {
 UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
 # Words of PromQL that are not metrics; anything else outside of braces is one.
 WORDS = {
-    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "max_over_time",
-    "on", "or", "rate", "sum",
+    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max",
+    "max_over_time", "on", "or", "rate", "sum",
 }  # fmt: skip
 
 
