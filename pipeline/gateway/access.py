@@ -26,8 +26,8 @@ def check_files(keys: Path | None, certificate: Path | None, key: Path | None) -
 
 
 def stamps(options: GatewayOptions) -> list[tuple[int, ...] | None]:
-    """Device, inode, time and size of each file of keys and certificate, by which a change is seen; None for a file that
-    cannot be looked at. Links are followed, since a Secret of Kubernetes is one."""
+    """Device, inode, time and size of each file of keys and certificate, by which a change is seen; None for a file
+    that cannot be looked at. Links are followed, since a Secret of Kubernetes is one."""
     return [_stamp(file) for file in (options.api_keys_file, options.tls_cert, options.tls_key) if file is not None]
 
 
