@@ -74,8 +74,8 @@ test: environments check ## everything: the checks, the unit tests, attacks, and
 compiled: $(READY)
 	$(BIN)/python -m pytest --collect-only -q > /dev/null
 
-unit: $(READY) ## tests of each module that need no real server or process and compute no model (minutes)
-	$(BIN)/python -m pytest $(SHARED) -m 'not (real or clock or slow)' $(addprefix --ignore=,$(MODELS)) tests/unit
+unit: $(READY) ## tests of each module that start no process and compute no model (two minutes)
+	$(BIN)/python -m pytest $(SHARED) -m 'not (real or process or clock or slow)' $(addprefix --ignore=,$(MODELS)) tests/unit
 
 test-slow: $(READY) $(LM_EVAL_READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
