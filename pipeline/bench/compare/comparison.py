@@ -22,6 +22,7 @@ from trtpipe.pipeline.bench.compare.pairing import Place, Side, add_whole_run_ra
 from trtpipe.pipeline.bench.compare.rows import COST, POINTS, better, rows
 from trtpipe.pipeline.bench.results.metric import VALUE
 from trtpipe.pipeline.bench.results.metrics import find
+from trtpipe.pipeline.bench.results.slo import spared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,7 +142,7 @@ class Comparison:
                 if without:
                     why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
                 elif any(cell.ratio is not None for cell in cells):
-                    why = "no significance: there are too few requests for intervals, or all are alike"
+                    why = "no significance: there are too few requests for intervals, or too many, or all are alike"
                 else:
                     why = "nothing is measured by both"
                 out.append(f"{letter} against A: {why}")
@@ -203,10 +204,22 @@ def compare(
             judgement = Judgement(condition=condition.text, place=place.name, letter=lacks, fired=None, told=told)
             judgements += [] if judgement in judgements else [judgement]
     from_records = {letter: side.has_records for letter, side in sides.items()}
-    left_out = [f"{letter}: only its summaries are compared: {s.too_many}" for letter, s in sides.items() if s.too_many]
+    left_out = [
+        f"{side.load_points[number]['protocol']}, {side.load_points[number]['label']}: only the summary of {letter} is "
+        f"compared: {why}"
+        for letter, side in sides.items()
+        for number, why in side.too_many.items()
+        if number < len(side.load_points)
+    ]
+    shared = {letter: {one for place in places for one in place.load_points.get(letter, ())} for letter in sides}
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
-        warnings=(*differences({letter: side.report for letter, side in sides.items()}), *left_out, *unlike, *warnings),
+        warnings=(
+            *differences({letter: side.report for letter, side in sides.items()}, shared),
+            *dict.fromkeys(left_out),
+            *unlike,
+            *warnings,
+        ),
         rows=tuple(compared),
         judgements=tuple(judgements),
         from_records=from_records,
@@ -318,8 +331,8 @@ def _outcome(
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
         for one in needed:
-            count, kind = sides[one].unknown(place.load_points[one], metric), find(metric)
-            if count and kind is not None:
+            (count, share), kind = sides[one].unknown(place.load_points[one], metric), find(metric)
+            if kind is not None and share > spared(condition.statistic, kind):
                 return None, f"cannot be judged: the {kind.short} of {count} requests of {one} is unknown"
         values = [sides[x].value(place.load_points[x], metric, condition.statistic) for x in needed]
         base, value = values[0], values[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -16,8 +16,11 @@ from trtpipe.pipeline.bench.results.slo import Objective
 _NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder", "log_samples")
 # Files among the options: named without their folders, and compared by their digests.
 _FILES = ("work.prompts", "work.sharegpt", "work.trace")
-# How long a load is measured: compared over all loads of a report, since matching load points may differ in it.
+# How long a load is measured: compared over all loads that another report has too, since matching load points may
+# differ in it.
 _SPANS = ("requests", "duration_s", "warmup_s", "warmup_fraction", "cooldown_s", "cooldown_fraction")
+# Any of these tells which load a load point has; that of stages has none.
+_AMOUNTS = ("concurrency", "rate", "trace")
 # Compared facts of the machine that sent the load.
 _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more than this share are reported.
@@ -29,9 +32,12 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 UNTOLD = "has no entry"
 
 
-def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
-    """A line for each difference. `reports` by their letters."""
-    return [*_faults(reports), *_measured(reports), *_settings(reports), *_notes(reports)]
+def differences(reports: Mapping[str, dict[str, Any]], shared: Mapping[str, Collection[int]]) -> list[str]:
+    """A line for each difference. `reports` by their letters, and the numbers of the load points that each shares with
+    another."""
+    return [
+        *_faults(reports), *_measured(reports), *_settings(reports), *_spans(reports, shared), *_notes(reports),
+    ]  # fmt: skip
 
 
 def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
@@ -123,14 +129,40 @@ def _options(report: dict[str, Any]) -> dict[str, Any]:
     for key in _FILES:
         if isinstance(out.get(key), str) and out[key] in (report.get("work_sha256") or {}):
             out[key] = PurePath(out[key]).name
-    loads = report["options"].get("loads")
-    if isinstance(loads, list) and all(isinstance(load, dict) for load in loads):
-        for key in _SPANS:
-            values = {
-                "none" if load.get(key) is None else json.dumps(_plain(load[key])): load.get(key) for load in loads
-            }
-            out[f"loads.{key}"] = next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
     return out
+
+
+def _spans(reports: Mapping[str, dict[str, Any]], shared: Mapping[str, Collection[int]]) -> Iterator[str]:
+    """How long the loads are measured that a report shares with another."""
+    found = {letter: _shared_loads(report, shared[letter]) for letter, report in reports.items()}
+    for key in _SPANS:
+        yield from _differing(
+            f"option loads.{key}", {letter: _span(loads, key) for letter, loads in found.items() if loads}
+        )
+
+
+def _shared_loads(report: dict[str, Any], shared: Collection[int]) -> list[dict[str, Any]]:
+    """The loads among a report's options without those of which no load point is shared."""
+    loads = report["options"].get("loads")
+    if not isinstance(loads, list) or not all(isinstance(load, dict) for load in loads):
+        return []
+    out = []
+    for load in loads:
+        mine = {number for number, point in enumerate(report["levels"]) if _is_of(point["load"], load)}
+        if not mine or mine.intersection(shared):
+            out.append(load)
+    return out
+
+
+def _is_of(entry: dict[str, Any], load: dict[str, Any]) -> bool:
+    """Whether a load point's entry tells of that load among the options."""
+    both = entry.keys() & load.keys()
+    return not both.isdisjoint(_AMOUNTS) and all(entry[key] == load[key] for key in both)
+
+
+def _span(loads: Sequence[dict[str, Any]], key: str) -> Any:
+    values = {"none" if load.get(key) is None else json.dumps(_plain(load[key])): load.get(key) for load in loads}
+    return next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
 
 
 def _objectives(value: Any) -> Any:

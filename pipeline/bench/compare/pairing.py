@@ -16,7 +16,7 @@ from trtpipe.pipeline.bench.compare.differences import load_differences, load_po
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 from trtpipe.pipeline.bench.compare.rows import COST, WHOLE_RUN
 from trtpipe.pipeline.bench.results.metric import VALUE
-from trtpipe.pipeline.bench.results.records import Records, TooManyToCompare
+from trtpipe.pipeline.bench.results.records import Records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,12 +37,11 @@ class Place:
 
 
 class Side:
-    """One report, its requests, and resamples of its figures. `too_many`: why its requests are left out, "" if not."""
+    """One report, its requests, and resamples of its figures."""
 
     def __init__(self, path: Path, price: float | None, seed: tuple[int, ...]) -> None:
         self.path = path
         self.price = price
-        self.too_many = ""
         self.report = read_report(path)
         self._seed = seed
         self._resamplers: dict[int, Resampler] = {}
@@ -56,16 +55,17 @@ class Side:
         return found
 
     @cached_property
-    def _requests(self) -> dict[int, Records]:
-        try:
-            return request_files.by_load_point(read_records(self.path, self.report) or ())
-        except TooManyToCompare as error:
-            self.too_many = str(error)
-            return {}
+    def _read(self) -> tuple[dict[int, Records], dict[int, str]]:
+        return request_files.by_load_point(read_records(self.path, self.report) or ())
+
+    @property
+    def too_many(self) -> dict[int, str]:
+        """Why the requests of a load point are left out, by its number."""
+        return self._read[1]
 
     @property
     def has_records(self) -> bool:
-        return bool(self._requests)
+        return bool(self._read[0])
 
     @property
     def protocols(self) -> set[str]:
@@ -79,7 +79,7 @@ class Side:
         )
 
     def requests(self, number: int) -> Records | None:
-        return self._requests.get(number)
+        return self._read[0].get(number)
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
         """Mean over repeats; None where one of them has no value."""
@@ -90,9 +90,17 @@ class Side:
         found = [self.load_points[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
         return None if not found or None in found else sum(found) / len(found)
 
-    def unknown(self, numbers: Sequence[int], metric: str) -> int:
-        """Number of requests whose values of the metric nobody tells; 0 in a report that does not say."""
-        return sum(self.load_points[number].get("unknown_requests", {}).get(metric, 0) for number in numbers)
+    def unknown(self, numbers: Sequence[int], metric: str) -> tuple[int, float]:
+        """(number of requests whose values of the metric nobody tells, their largest share in a repeat); zeros in a
+        report that does not say."""
+        points = [self.load_points[number] for number in numbers]
+        counts = [point.get("unknown_requests", {}).get(metric, 0) for point in points]
+        shares = [
+            count / (point["requests"].get("measured") or count)
+            for count, point in zip(counts, points, strict=True)
+            if count
+        ]
+        return sum(counts), max(shares, default=0.0)
 
     def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
         """The value over resamples; None where it cannot be computed from the requests."""

@@ -12,7 +12,7 @@ from trtpipe.pipeline.bench.compare.rows import SAME_FORMULA, WHOLE_RUN
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS
 from trtpipe.pipeline.bench.results.metric import Distribution, Values
 from trtpipe.pipeline.bench.results.metrics import find, rates
-from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
+from trtpipe.pipeline.bench.results.records import NONE, Columns, Records, TooManyToCompare
 
 # Most load points of a report.
 MOST_LOAD_POINTS = 1000
@@ -25,14 +25,23 @@ _NUMBERS = {
 }
 
 
-def by_load_point(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
-    """Measured requests of each load point, without those cut off when it ended. Raises InputDataError."""
+def by_load_point(lines: Iterable[dict[str, Any]]) -> tuple[dict[int, Records], dict[int, str]]:
+    """(measured requests of each load point, without those cut off when it ended; why a load point has too many of them
+    to be compared). Raises InputDataError."""
     found: dict[int, Columns] = {}
+    too_many: dict[int, str] = {}
     for line in lines:
-        columns = found.setdefault(line["level"], Columns())
+        point = line["level"]
+        if point in too_many:
+            continue
+        columns = found.setdefault(point, Columns())
         if not line["warmup"] and (line["failure"] or line["stamps_ns"]):
-            columns.add(line)
-    return {point: columns.records() for point, columns in found.items()}
+            try:
+                columns.add(line)
+            except TooManyToCompare as error:
+                del found[point]
+                too_many[point] = str(error)
+    return {point: columns.records() for point, columns in found.items()}, too_many
 
 
 def checked(line: dict[str, Any], where: str) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Columns:
         self._counted += max(0, sum(tokens))
         if len(self._ids) > MOST_REQUESTS or self._counted > MOST_COUNTED + MOST_A_RESPONSE * len(self._stamps):
             raise TooManyToCompare(
-                f"a load point has {len(self._ids):,} requests and {self._counted:,} tokens, more than can be compared",
+                f"it has {len(self._ids):,} requests and {self._counted:,} tokens or more, too many for intervals",
                 why=f"the bounds are {MOST_REQUESTS:,} requests, and {MOST_COUNTED:,} tokens and {MOST_A_RESPONSE} for "
                 "each response",
             )

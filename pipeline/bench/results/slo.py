@@ -75,17 +75,27 @@ class Objective:
 
     @property
     def percent(self) -> float | None:
-        return float(self.statistic[1:]) if self.statistic.startswith("p") else None
+        return _percent(self.statistic)
 
     @property
     def spares(self) -> float:
         """Share of requests that the objective does not constrain."""
-        if self.statistic == VALUE:
-            return 1.0
-        if self.percent is None:
-            return 0.0
-        # Rounded, since 1 - 0.9 is less than a tenth.
-        return round(1 - self.percent / 100 if self.sign == "<" else self.percent / 100, 9)
+        return spared(self.statistic, self.kind)
+
+
+def spared(statistic: str, metric: Metric) -> float:
+    """Share of requests that a limit of the metric's statistic does not constrain: 0.01 for the p99 of a time."""
+    if statistic == VALUE:
+        return 1.0
+    percent = _percent(statistic)
+    if percent is None:
+        return 0.0
+    # Rounded, since 1 - 0.9 is less than a tenth.
+    return round(1 - percent / 100 if _sign(metric) == "<" else percent / 100, 9)
+
+
+def _percent(statistic: str) -> float | None:
+    return float(statistic[1:]) if statistic.startswith("p") else None
 
 
 def parse_objective(text: str) -> Objective:

@@ -123,6 +123,7 @@ def _load_point_faults(point: Any, where: str) -> Iterator[str]:
     yield from _unlike(point, {name: kinds for name, kinds in POINT_OPTIONAL.items() if name in point}, where)
     samples, unknown = point.get("samples", []), point.get("unknown_requests", {})
     yield from _unlike(unknown, dict.fromkeys(unknown, (int,)), f"unknown_requests of {where}")
+    yield from _unlike(point["requests"], dict.fromkeys(point["requests"], (int, _NONE)), f"requests of {where}")
     yield from _unlike(point["load"], LOAD, f"the load of {where}")
     yield from _unlike_verdict(point["verdict"], f"the verdict of {where}")
     for sample in samples:

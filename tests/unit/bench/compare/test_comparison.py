@@ -72,7 +72,7 @@ def test_ratios_of_known_times(tmp_path: Path) -> None:
 def test_intervals_are_those_of_resampling_by_hand() -> None:
     """Percentiles of one value a request come from a Beta distribution, those of gaps from groups of ranks."""
     requests = lines(400, seed=3, spread=0.5, tokens=12)
-    resampler = Resampler(request_files.by_load_point(requests)[0], closed=True, seed=(0,))
+    resampler = Resampler(request_files.by_load_point(requests)[0][0], closed=True, seed=(0,))
     ttft = np.array([(one["stamps_ns"][0] - one["sent_ns"]) / 1e6 for one in requests])
     gaps = np.array([np.diff(one["stamps_ns"]) / 1e6 for one in requests])
     picked = np.random.default_rng(9).integers(0, 400, (2_000, 400))
@@ -108,7 +108,7 @@ def test_of_a_percentile_that_few_requests_do_not_bound_nothing_is_said(tmp_path
 
 def test_a_rate_varies_as_the_requests_do() -> None:
     requests = lines(40, seed=3, spread=0.5)
-    found = request_files.by_load_point(requests)[0]
+    found = request_files.by_load_point(requests)[0][0]
     tokens, seconds = np.full(40, 8.0), np.array([(one["end_ns"] - one["sent_ns"]) / 1e9 for one in requests])
     picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
     expected = tokens[picked].sum(axis=1) / seconds[picked].sum(axis=1)
@@ -122,7 +122,7 @@ def test_a_rate_varies_as_the_requests_do() -> None:
 
 
 def test_large_load_points_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = request_files.by_load_point(lines(50, seed=4))[0]
+    found = request_files.by_load_point(lines(50, seed=4))[0][0]
     whole = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
     monkeypatch.setattr("trtpipe.pipeline.bench.compare.bootstrap._AT_ONCE", 50 * 300)
     blocks = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
@@ -181,12 +181,27 @@ def test_of_more_requests_than_can_be_resampled_the_summaries_are_compared(
     a, b = (saved(tmp_path / name, lines(count, seed=1)) for name, count in (("a", 50), ("b", 51)))
     found = compare([a, b], fail_if=["p50_ttft > 2x"])
     assert found.warnings == (
-        "B: only its summaries are compared: a load point has 51 requests and 408 tokens, more than can be compared: "
-        "the bounds are 50 requests, and 4,000,000 tokens and 16 for each response",
+        "grpc, 1 in flight: only the summary of B is compared: it has 51 requests and 408 tokens or more, too many for "
+        "intervals: the bounds are 50 requests, and 4,000,000 tokens and 16 for each response",
     )
     assert found.from_records == {"A": True, "B": False}
     assert [one.fired for one in found.judgements] == [False]
     assert cell(found, "time_to_first_token", "p50").significant is None
+
+
+def test_a_load_point_with_too_many_requests_costs_no_other_its_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.bench.results.records.MOST_REQUESTS", 50)
+    a, b = (saved(tmp_path / name, lines(50, seed=1), lines(51, seed=2)) for name in "ab")
+    found = compare([a, b])
+    assert [line.partition(":")[0] for line in found.warnings] == ["grpc, 2 in flight"] * 2
+    significant = {
+        row.place: row.cells["B"].significant
+        for row in found.rows
+        if (row.metric, row.statistic) == ("time_to_first_token", "p50")
+    }
+    assert significant == {"grpc, 1 in flight": False, "grpc, 2 in flight": None}
 
 
 def test_one_run_of_each_does_not_say_what_differs_between_runs(tmp_path: Path) -> None:
@@ -383,6 +398,10 @@ def test_a_load_point_that_ended_early_has_not_passed(tmp_path: Path, early: dic
             lambda value: value["levels"][0].update(unknown_requests={"inter_token_latency": "few"}),
             'inter_token_latency of unknown_requests of load point 0 is "few"',
         ),
+        (
+            lambda value: value["levels"][0]["requests"].update(measured="many"),
+            'measured of requests of load point 0 is "many"',
+        ),
     ],
 )
 def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], told: str) -> None:
@@ -416,7 +435,7 @@ def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
 def test_of_single_requests_nothing_is_significant(tmp_path: Path) -> None:
     paths = [saved(tmp_path / name, lines(1, seed=seed)) for seed, name in enumerate("ab")]
     assert compare(paths).summary() == [
-        "B against A: no significance: there are too few requests for intervals, or all are alike"
+        "B against A: no significance: there are too few requests for intervals, or too many, or all are alike"
     ]
 
 
@@ -535,6 +554,21 @@ def test_loads_of_another_length_are_said(tmp_path: Path) -> None:
     assert compare([whole, measured("e", closed, opened)]).warnings == (
         "option loads.warmup_s: A has no entry, B 5, none",
     )
+
+
+def test_loads_that_one_report_alone_has_are_no_difference_in_length(tmp_path: Path) -> None:
+    def measured(name: str, *concurrencies: int) -> Path:
+        points = [load_point(lines(20, seed=1), concurrency=concurrency) for concurrency in concurrencies]
+        loads = [{"concurrency": concurrency, "requests": 100 * concurrency} for concurrency in concurrencies]
+        return save(tmp_path / name, report(points, options={"loads": loads}))
+
+    assert compare([measured("a", 1, 4), measured("b", 4, 16)]).warnings == (
+        "grpc, 1 in flight: not in B", "grpc, 16 in flight: only in B",
+    )  # fmt: skip
+    assert compare([measured("c", 1, 4), measured("d", 1, 4, 16)]).warnings == ("grpc, 16 in flight: only in B",)
+    assert compare([measured("e", 1), measured("f", 16)]).warnings[:2] == (
+        "grpc, 1 in flight: not in B", "grpc, 16 in flight: only in B",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,20 @@ def test_a_condition_on_itl_is_not_judged_by_the_few_requests_whose_itl_is_known
     assert [one.fired for one in turned.judgements] == [None, False]
 
 
+def test_a_condition_on_itl_leaves_as_many_requests_unknown_as_an_objective_does(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    points = [
+        load_point(requests, unknown_requests={"inter_token_latency": count}, repeat=repeat)
+        for repeat, count in enumerate((2, 2, 4))
+    ]
+    a = save(tmp_path / "a", report([load_point(requests)]))
+    conditions = ["p90_itl > 1s", "p90_itl > 1.1x", "p95_itl > 1s", "mean_itl > 1s"]
+    few, more = (save(tmp_path / name, report(some)) for name, some in (("few", points[:2]), ("more", points[1:])))
+    assert [one.fired for one in compare([a, few], fail_if=conditions).judgements] == [False, False, None, None]
+    # Each repeat is judged, not their mean.
+    assert [one.fired for one in compare([a, more], fail_if=conditions).judgements] == [None] * 4
+
+
 @pytest.mark.parametrize("where", ["load point", "report"])
 def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
     requests = lines(20, seed=1)

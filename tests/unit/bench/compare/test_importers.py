@@ -98,7 +98,7 @@ def test_aiperf_s_requests_give_its_own_figures_by_our_definitions() -> None:
     assert found is not None
     assert [one["warmup"] for one in found].count(True) == 2
     assert [one["failure"]["kind"] for one in found if one["failure"]] == ["http 503"] * 3
-    requests = request_files.by_load_point(found)[0]
+    requests = request_files.by_load_point(found)[0][0]
     assert (len(requests), int(requests.failed.sum())) == (20, 3)
     metrics = only_load_point(value)["metrics"]
     ours = ("time_to_first_token", "request_latency", "time_per_output_token", "inter_chunk_latency")
@@ -182,7 +182,7 @@ def test_vllm_s_completions_have_our_names() -> None:
     assert metrics["output_sequence_length"]["mean"] == 6
     assert metrics["request_goodput_whole_run"]["value"] is None
     assert metrics["error_rate"]["value"] == 0.2
-    requests = request_files.by_load_point(read_records(VLLM, value) or [])[0]
+    requests = request_files.by_load_point(read_records(VLLM, value) or [])[0][0]
     assert (len(requests), int(requests.failed.sum())) == (10, 2)
     # It takes the first token's time and the first gap's start by two looks at the clock.
     for name in ("time_to_first_token", "time_per_output_token", "inter_chunk_latency"):
@@ -203,7 +203,7 @@ def test_vllm_s_chat_counts_the_role_chunk_and_is_named_so() -> None:
     }  # fmt: skip
     assert not {"time_to_first_token", "time_per_output_token", "inter_chunk_latency", "request_latency"} & set(metrics)
     assert any("role chunk" in note for note in value["notes"])
-    requests = request_files.by_load_point(read_records(VLLM_CHAT, value) or [])[0]
+    requests = request_files.by_load_point(read_records(VLLM_CHAT, value) or [])[0][0]
     again = request_files.values(requests, "inter_chunk_latency_with_role_chunk")
     assert again is not None
     assert np.mean(again.values) == pytest.approx(metrics["inter_chunk_latency_with_role_chunk"]["mean"], rel=1e-6)
