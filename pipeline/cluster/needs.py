@@ -53,7 +53,7 @@ def needs(stage: Stage, spec: BuildSpec, machines: Sequence[Mapping[str, float]]
 
 def accelerator(gpu: GpuSpec) -> str:
     """Ray's name of the card: of what comes after the maker's name the words in capitals up to the first with a digit,
-    else all. Source: NvidiaGPUAcceleratorManager of Ray 2.60."""
+    else all. Source: NvidiaGPUAcceleratorManager since Ray 2.57."""
     if not gpu.product:
         return gpu.name.upper()
     found = re.match(r"\w+-((?:[A-Z]+-)*[A-Z0-9]*\d[A-Z0-9]*)", gpu.product)
