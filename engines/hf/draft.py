@@ -7,7 +7,14 @@ from pathlib import Path
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.engines.hf.chat_template import TOOL_TEMPLATE
-from trtpipe.engines.hf.folder import TOKENIZER_FILES, read_config_json, read_model_config
+from trtpipe.engines.hf.folder import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    TOKENIZER_FILES,
+    read_config_json,
+    read_model_config,
+    superseded,
+)
 from trtpipe.engines.hf.layout import place_config
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL
@@ -21,6 +28,10 @@ _NAMES = (
 def draft_files(folder: Path) -> list[Path]:
     """The folder's files that an engine has. Raises InputDataError for a folder without weights or config."""
     files = sorted({path for name in _NAMES for path in folder.glob(name) if path.is_file()})
+    if {folder / INDEX_NAME, folder / SINGLE_NAME} <= set(files):
+        # Runtimes differ in which they would read.
+        unread = superseded(folder / INDEX_NAME)
+        files = [path for path in files if path.name not in unread]
     for name, there in (
         ("config.json", (folder / "config.json").is_file()),
         ("weights in safetensors files", any(path.suffix == ".safetensors" for path in files)),

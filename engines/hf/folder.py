@@ -107,8 +107,7 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
 def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
     """Locate all tensors by name, in one safetensors file or in the shards that an index names.
 
-    Raises SafetensorsError for a damaged shard and InputDataError for a missing or contradictory one, and for a folder
-    with both.
+    Raises SafetensorsError for a damaged shard and InputDataError for a missing or contradictory one.
     """
     index_path = index_of(folder)
     if index_path is not None:
@@ -130,24 +129,21 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
 
 
 def index_of(folder: Path) -> Path | None:
-    """The index of the model's shards; None without one, and for one that was left behind beside a single file.
+    """The index of the model's shards; None without one, and where a single file is read in their place.
 
-    Raises InputDataError for an index that cannot be read, and where its shards and the single file are all there.
+    Raises InputDataError for an index that cannot be read.
     """
     index_path = folder / INDEX_NAME
-    if not index_path.is_file():
+    if not index_path.is_file() or ((folder / SINGLE_NAME).is_file() and superseded(index_path)):
         return None
-    if not (folder / SINGLE_NAME).is_file():
-        return index_path
+    return index_path
+
+
+def superseded(index_path: Path) -> set[str]:
+    """The names of an index and of its shards, which are not read beside a single file: transformers takes the file
+    where a folder has both. Empty where the file is one of the shards. Raises InputDataError."""
     shards = set(read_index(index_path).values())
-    there = shards & {path.name for path in folder.iterdir()}
-    if there and there == shards and SINGLE_NAME not in shards:
-        raise InputDataError(
-            f"{folder} holds weights twice, in {SINGLE_NAME} and in the {len(shards)} files that {INDEX_NAME} names",
-            why="they may be of two models, and transformers and vLLM do not read the same of them",
-            remedy="remove those that are not this model's, from a copy of the folder where it is a download's",
-        )
-    return index_path if there else None
+    return set() if SINGLE_NAME in shards else {INDEX_NAME, *shards}
 
 
 def check_tied_head(model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:

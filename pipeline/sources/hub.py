@@ -24,9 +24,11 @@ from trtpipe.engines.hf.folder import (
     MOST_INDEX_BYTES,
     SINGLE_NAME,
     TOKENIZER_FILES,
+    index_of,
     no_tokenizer,
     read_index,
     read_model_config,
+    superseded,
 )
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import ModelConfig
@@ -86,8 +88,8 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
         files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
         _require_usable(repo_id, [file.rfilename for file in files])
     sizes = {file.rfilename: file.size for file in files if file.size is not None}
-    shards = _other_shards(repo_id, commit, sizes)
-    return {name: size for name, size in sizes.items() if _wanted(name) or name in shards}
+    needed = _needed(repo_id, commit, sizes)
+    return {name: size for name, size in sizes.items() if name in needed}
 
 
 def fetch_config(repo_id: str, commit: str) -> Path:
@@ -118,7 +120,8 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
     A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
     """
     sizes = file_sizes(repo_id, commit)
-    folder = _fetch(repo_id, commit, [*WANTED, *sizes], progress, sum(sizes.values()) if sizes else None)
+    names = list(sizes) or _unlisted(repo_id, commit)
+    folder = _fetch(repo_id, commit, names, progress, sum(sizes.values()) if sizes else None)
     for name, size in sizes.items():
         _require_size(folder / name, size, repo_id)
     return folder
@@ -184,17 +187,23 @@ def download_data(repo_id: str, commit: str, name: str) -> Path:
     return path
 
 
-def _wanted(name: str) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in WANTED)
+def _needed(repo_id: str, commit: str, names: Collection[str]) -> set[str]:
+    """Of the files `names` those that are read: weights are a single file, or the shards that an index names."""
+    needed = {name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in WANTED)}
+    others = {name for name in names if name.endswith(".safetensors")} - needed
+    if INDEX_NAME not in names or not (others or SINGLE_NAME in names):
+        return needed
+    index = _fetch(repo_id, commit, [INDEX_NAME], _ignore, MOST_INDEX_BYTES) / INDEX_NAME
+    unread = superseded(index) if SINGLE_NAME in names else set()
+    return needed - unread if unread else needed | (others & set(read_index(index).values()))
 
 
-def _other_shards(repo_id: str, commit: str, names: Collection[str]) -> set[str]:
-    """Of the files `names` those that the index names, and that do not have the usual names of shards."""
-    others = {name for name in names if name.endswith(".safetensors") and not _wanted(name)}
-    if INDEX_NAME not in names or not others:
-        return set()
-    folder = _fetch(repo_id, commit, [INDEX_NAME], _ignore, MOST_INDEX_BYTES)
-    return others & set(read_index(folder / INDEX_NAME).values())
+def _unlisted(repo_id: str, commit: str) -> list[str]:
+    """Patterns of the files that are read, for a hub that lists no sizes, and offline: shards beside a single file may
+    be absent."""
+    folder = fetch_config(repo_id, commit)
+    alone = (folder / SINGLE_NAME).is_file() and index_of(folder) is None
+    return [*CONFIGS, *((SINGLE_NAME,) if alone else WEIGHTS), *TOKENIZER_FILES]
 
 
 def _require_size(path: Path, size: int, repo_id: str) -> None:

@@ -139,6 +139,36 @@ def test_shards_of_other_names_are_taken_too(server: Hub, tmp_path: Path) -> Non
     assert len(locate_tensors(folder)) == 21
 
 
+@pytest.mark.parametrize("usual", [True, False])
+def test_shards_beside_a_single_file_are_left_out(
+    server: Hub, tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, usual: bool
+) -> None:
+    """Transformers reads the file."""
+    shards = {path.name: path.read_bytes() for path in hf_folder(tmp_path / "sharded", shards=2, seed=1).iterdir()}
+    single = {name: files[name] for name in WANTED}
+    if not usual:
+        shards = {name.replace("model-0", "part-0"): data for name, data in shards.items()}
+        shards[INDEX_NAME] = shards[INDEX_NAME].replace(b"model-0", b"part-0")
+    assert len({**single, **shards}) == len(WANTED) + 3
+    commit = server.add(REPO, {**shards, **single})
+    assert sorted(hub.file_sizes(REPO, commit)) == WANTED
+    folder = hub.download(REPO, commit, ignore)
+    assert sorted(set(server.fetched())) == sorted([*WANTED, INDEX_NAME])
+    assert {tensor.path.name for tensor in locate_tensors(folder).values()} == {"model.safetensors"}
+    offline(monkeypatch)
+    assert hub.download(REPO, commit, ignore) == folder
+
+
+def test_an_index_that_has_the_single_file_among_its_shards(server: Hub, tmp_path: Path) -> None:
+    content = {path.name: path.read_bytes() for path in hf_folder(tmp_path / "sharded", shards=2).iterdir()}
+    name = "model-00001-of-00002.safetensors"
+    content["model.safetensors"] = content.pop(name)
+    content[INDEX_NAME] = content[INDEX_NAME].replace(name.encode(), b"model.safetensors")
+    commit = server.add(REPO, content)
+    assert sorted(hub.file_sizes(REPO, commit)) == sorted(content)
+    assert len(locate_tensors(hub.download(REPO, commit, ignore))) == 21
+
+
 def test_a_second_download_transfers_nothing(server: Hub, files: dict[str, bytes]) -> None:
     commit = server.add(REPO, files)
     folder = hub.download(REPO, commit, ignore)

@@ -11,6 +11,7 @@ import pytest
 from tests.support.factories import CONFIG, MODEL, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.draft import draft_files
 from trtpipe.engines.hf.folder import (
     UnknownModel,
     index_of,
@@ -262,23 +263,17 @@ def test_shards_may_be_links_as_in_the_hub_cache(folder: Path, tmp_path: Path) -
     assert len(locate_tensors(folder)) == 21
 
 
-def test_shards_and_a_single_file_are_two_sets_of_weights(folder: Path) -> None:
+def test_a_single_file_is_read_in_place_of_shards(folder: Path) -> None:
+    """As transformers does, whether the shards are all there or not."""
     hf_folder(folder, shards=2)
     hf_folder(folder, seed=1)
-    with pytest.raises(InputDataError) as error:
-        locate_tensors(folder)
-    assert refused(error) == (
-        f"{folder} holds weights twice, in model.safetensors and in the 2 files that {INDEX} names: "
-        "they may be of two models, and transformers and vLLM do not read the same of them; "
-        "remove those that are not this model's, from a copy of the folder where it is a download's"
-    )
-    # Without one of its shards the index may be the model's, whose download is not complete.
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(InputDataError, match=r"model-00002-of-00002\.safetensors is missing"):
-        locate_tensors(folder)
-    # Without all of them it was left behind.
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    assert {one.path for one in locate_tensors(folder).values()} == {folder / "model.safetensors"}
+    for number in range(3):
+        if number:
+            (folder / f"model-0000{number}-of-00002.safetensors").unlink()
+        assert index_of(folder) is None
+        assert {one.path for one in locate_tensors(folder).values()} == {folder / "model.safetensors"}
+        assert [path.name for path in draft_files(folder) if path.suffix == ".safetensors"] == ["model.safetensors"]
+        assert folder / INDEX not in draft_files(folder)
 
 
 def test_an_index_of_the_single_file(folder: Path) -> None:
@@ -286,6 +281,7 @@ def test_an_index_of_the_single_file(folder: Path) -> None:
     names = dict.fromkeys(locate_tensors(folder), "model.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     assert index_of(folder) == folder / INDEX
+    assert folder / INDEX in draft_files(folder)
     assert len(locate_tensors(folder)) == 21
 
 
