@@ -270,7 +270,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     made: list[Candidate] = []
     for moe_tp, moe_ep in itertools.product(question.moe_tps or (None,), question.moe_eps or (None,)):
         of_all = len(made)
-        for tp in question.tps or (TPS if not gpu.mig else (1,)):
+        for tp in question.tps or [number for number in TPS if number <= gpu.ranks_of_host]:
             one = _candidate(question, target, precision, (tp, moe_tp, moe_ep), lengths, how)
             # A number of GPUs that does not fit is dropped once a larger number of one host has been tried.
             if len(made) > of_all and made[-1].option is None and tp <= gpu.ranks_of_host:

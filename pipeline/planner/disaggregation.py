@@ -95,6 +95,14 @@ def disaggregate(found: Advice, gpus: int) -> list[Split]:
             "--disaggregated is for whole GPUs", why=f"no KV cache passes between MIG slices ({best.gpu.name})",
             remedy="leave it out, or plan for whole GPUs",
         )  # fmt: skip
+    host = best.gpu.ranks_of_host
+    if max(2, gpus) > host:
+        raise UsageError(
+            f"--disaggregated is for the GPUs of one host, and a host has {host} {best.gpu.name}",
+            why="the network between hosts is not predicted",
+            remedy=f"{f'give {host} or fewer' if host > 1 else 'leave it out'}, or write host_gpus into "
+            f"gpus/{best.gpu.name}.yaml of TRTPIPE_HOME",
+        )
     if best.best is None:
         raise UsageError("nothing serves this load, so nothing can be split")
     for one in question.objectives:

@@ -64,6 +64,11 @@ def test_a_release_is_planned_for_with_what_it_can_do() -> None:
     assert able.best is not None
 
 
+def test_as_many_gpus_as_a_host_has_are_planned() -> None:
+    for gpu, tps in (("gh200", [1]), ("gh200-144gb", [1, 2]), ("h100", [1, 2, 4, 8])):
+        assert sorted(one.tp for one in advise(question("llama3-8b", gpu, dtypes=("bf16",))).candidates) == tps
+
+
 def test_a_mig_slice_is_planned_alone() -> None:
     (one,) = advise(question("llama3-8b", "a100-mig-1g.10gb", dtypes=("bf16",))).candidates
     assert (one.tp, one.reason) == (1, "does not fit: the weights take 15.0 GiB of 8.0 on each of 1")

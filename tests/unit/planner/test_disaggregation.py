@@ -56,3 +56,20 @@ def test_what_cannot_be_split() -> None:
         "--disaggregated is for whole GPUs: no KV cache passes between MIG slices (h100-mig-1g.10gb); leave it out, or "
         "plan for whole GPUs"
     )
+
+
+def test_no_kv_cache_passes_between_hosts() -> None:
+    for gpu, gpus, told in (
+        ("gh200", 1, "1 gh200: the network between hosts is not predicted; leave it out"),
+        ("gh200", 4, "1 gh200: the network between hosts is not predicted; leave it out"),
+        ("gh200-144gb", 4, "2 gh200-144gb: the network between hosts is not predicted; give 2 or fewer"),
+        ("h100", 16, "8 h100: the network between hosts is not predicted; give 8 or fewer"),
+    ):
+        found = advise(question("llama3-8b", gpu, tps=(1,)))
+        with pytest.raises(UsageError) as error:
+            disaggregate(found, gpus)
+        assert str(error.value) == (
+            f"--disaggregated is for the GPUs of one host, and a host has {told}, or write host_gpus into "
+            f"gpus/{gpu}.yaml of TRTPIPE_HOME"
+        )
+    assert disaggregate(advise(question("llama3-8b", "gh200-144gb", tps=(1,))), 2)
