@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from trtpipe.engines import BACKENDS, load_backend
@@ -13,7 +14,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.trtllm_options import check_architecture
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.memory import Limits, memory, smallest_tp
+from trtpipe.pipeline.planner.memory import SHARE, Limits, memory, smallest_tp
 from trtpipe.triton_repo.serving import ServingConfig
 
 
@@ -99,6 +100,12 @@ def judge(
             of_two = smallest(pp=2) if backend.ALL_STAGES or _has_stages(model) else None
             hosts = " on two hosts" if of_two == target.gpu.ranks_of_host else ""
             wider = "use " if of_two is None else f"use --tp {of_two} --pp 2{hosts}, or "
+        usual = ServingConfig().kv_cache_free_gpu_mem_fraction
+        raised = replace(limits, kv_cache_free_gpu_mem_fraction=max(usual, limits.kv_cache_free_gpu_mem_fraction))
+        if not memory(model, dtype, mapping, target.quantization, target.gpu, raised, how).shortage(
+            longest, mapping.world_size, raised
+        ):
+            wider = f"raise {SHARE}, or {wider}"
         raise UsageError(f"{name} on {target.gpu.name} {shortage}", remedy=f"{wider}a smaller --dtype or a larger GPU")
 
 

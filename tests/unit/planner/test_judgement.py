@@ -164,9 +164,11 @@ def test_the_share_and_the_blocks_that_are_given_are_planned_with() -> None:
     assert made("llama3-8b", small, gpu="l4").mapping.tp_size == 2
     assert refused("llama3-8b", small, gpu="l4", tp=1) == (
         "llama3-8b on l4 does not fit: 0.1 GiB are left for the KV cache with "
-        "serving.kv_cache_free_gpu_mem_fraction=0.01, and a sequence of 2048 tokens takes 0.2; use --tp 2 or more, or "
-        "a smaller --dtype or a larger GPU"
+        "serving.kv_cache_free_gpu_mem_fraction=0.01, and a sequence of 2048 tokens takes 0.2; raise "
+        "serving.kv_cache_free_gpu_mem_fraction, or use --tp 2 or more, or a smaller --dtype or a larger GPU"
     )
+    # A larger share alone would not do.
+    assert "raise" not in refused("llama3.1-8b", small, "build.max_seq_len=131072", gpu="l4", tp=1)
 
 
 @pytest.mark.parametrize(
