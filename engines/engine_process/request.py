@@ -16,6 +16,8 @@ from trtpipe.engines.sampling import Guide, SamplingParams
 Finish = Literal["end_id", "stop_words", "length", "cancelled", "refused"]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+# Refusal of a guide that allows no token, not even the end.
+DEAD_END = "guided_decoding_guide: its grammar allows no token here, so no answer can be complete"
 
 
 class RequestRefused(UsageError):

@@ -18,6 +18,7 @@ import numpy as np
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.backends.vllm import FILE, MEMORY_FRACTION, cache_size, environment, speculation
 from trtpipe.engines.engine_process.request import (
+    DEAD_END,
     Finish,
     FloatArray,
     IntArray,
@@ -302,6 +303,9 @@ class _Running:
         finish: Finish | None = None
         if part.finish_reason == "length":
             finish = "length"
+        elif part.finish_reason == "error" and tokens and self._request.guide is not None:
+            # vLLM draws a token where the grammar allows none, and then rejects it.
+            return Output(id=self._request.id, tokens=[], finish="refused", refusal=DEAD_END)
         elif part.finish_reason not in (None, "stop"):
             refusal = f"vLLM ended the request with '{part.finish_reason}'; its log says more"
             return Output(id=self._request.id, tokens=[], finish="refused", refusal=refusal, failed=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trtpipe.engines.engine_process.request import Request, RequestRefused
+from trtpipe.engines.engine_process.request import DEAD_END, Request, RequestRefused
 from trtpipe.engines.process import python_command
 from trtpipe.engines.sampling import Guide
 
@@ -38,7 +38,6 @@ STEP_SECONDS, ALL_SECONDS, TOKEN_SECONDS = 0.1, 1.0, 0.001
 
 
 TOO_SLOW = "guided_decoding_guide: its grammar takes too long to follow; make it less ambiguous"
-DEAD_END = "guided_decoding_guide: its grammar allows no token here, so no answer can be complete"
 NOT_COMPILED = "guided_decoding_guide: its grammar was not compiled; the server's log says why"
 
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtpipe.engines.engine_process.request import Finish, FloatArray, IntArray, Request
-from trtpipe.engines.reference.grammars import DEAD_END, Follower, mask
+from trtpipe.engines.engine_process.request import DEAD_END, Finish, FloatArray, IntArray, Request
+from trtpipe.engines.reference.grammars import Follower, mask
 
 # TensorRT-LLM's limit of top_k, and the number of candidates that are sorted first without a top_k.
 MAX_TOP_K = 1024

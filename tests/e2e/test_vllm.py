@@ -27,7 +27,7 @@ from tests.support.gateways import write_model
 from tests.support.kserve import infer_inputs
 from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import DataType
-from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.engine_process.request import DEAD_END, Request
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import SamplingParams
@@ -272,6 +272,7 @@ def test_sampling_follows_its_seed(served: Served, expected: list[list[int]]) ->
         ({"return_generation_logits": True}, "return_generation_logits is not supported by the vllm runtime"),
         ({"min_tokens": NEW + 1}, "vLLM refuses it: "),
         ({"temperature": -1.0, "runtime_top_k": 5}, "vLLM refuses it: "),
+        ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "root ::= root"}, DEAD_END),
         ({"request_output_len": 180}, "20 prompt tokens and max_tokens 180 exceed max_seq_len 192"),
     ],
 )

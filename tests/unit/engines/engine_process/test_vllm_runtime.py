@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtpipe.engines.engine_process.request import Request, RequestRefused
+from trtpipe.engines.engine_process.request import DEAD_END, Request, RequestRefused
 from trtpipe.engines.engine_process.vllm_runtime import Runtime, _refusals, _Running
 from trtpipe.engines.sampling import Guide, SamplingParams
 
@@ -59,6 +59,13 @@ def test_an_answer_that_vllm_gives_up_is_not_told_as_complete(reason: str) -> No
     ended = running.take(reply([4], reason))
     assert (ended.finish, ended.failed, ended.tokens) == ("refused", True, [])
     assert ended.refusal == f"vLLM ended the request with '{reason}'; its log says more"
+
+
+def test_a_guide_that_allows_no_token_is_the_client_s_fault() -> None:
+    guided = request(guide=Guide("ebnf_grammar", "root ::= root"))
+    ended = _Running(guided, []).take(reply([4], "error"))
+    assert (ended.finish, ended.failed, ended.tokens, ended.refusal) == ("refused", False, [], DEAD_END)
+    assert _Running(guided, []).take(reply([], "error")).failed  # it was not compiled, as vLLM's log says
 
 
 def test_tokens_behind_a_stop_word_are_not_in_the_sum_of_log_probabilities() -> None:
