@@ -181,6 +181,7 @@ class Gateway:
             likeliest=bool(log_probs),
             tools=prepared.tools,
             reasoning=prepared.reasoning,
+            continued=() if chat else tuple(map(text.continued, prompts)),
             echoes=prepared.echoes,
             guide_param=prepared.guide.param if prepared.guide else "",
             prompts=tuple(prompts) if scored else (),

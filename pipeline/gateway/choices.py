@@ -33,6 +33,7 @@ class Order:
     likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     tools       how the answer may call tools; None where it may not
     reasoning   where the model's reasoning begins, which is not part of the answer's text; None where it has none
+    continued   last tokens of each prompt that its answers continue as one text; empty for chats
     echoes      text of each prompt where its answers begin with it (`echo`); else empty
     guide_param field of the request that asks for a guide; "" for none
     prompts     token ids of each prompt where their log-probabilities are listed too; else empty
@@ -55,6 +56,7 @@ class Order:
     likeliest: bool
     tools: ToolUse | None
     reasoning: Reasoning | None = None
+    continued: tuple[list[int], ...] = ()
     echoes: tuple[str, ...] = ()
     guide_param: str = ""
     prompts: tuple[array[int], ...] = ()
@@ -104,17 +106,18 @@ class Choice:
         self.whole: list[str] = []
         self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not sent yet
         self.listed: list[Entry] = []  # entries of the prompt's tokens that have not been sent
-        self.begins = True  # whether no token has been listed, so that the next one begins the text
         self.offset = 0  # position of the next token in the text, for logprobs of completions
         self.prefix = b""
         copies = len(order.requests) // len(order.prompt_lengths)
         self.echo = order.echoes[index // copies] if order.echoes else ""
         self.prompt = order.prompts[index // copies] if order.prompts else None
+        before = order.continued[index // copies] if order.continued else []
+        self.begins = bool(order.prompts) or not before  # whether the next token to be listed begins the text
         self._order = order
         self._text = text
         marks = {FORMATS[order.tools.format].mark} if order.tools else set()
         marks |= {OPEN, CLOSE} if order.reasoning else set()
-        self._detokenizer = text.detokenizer(frozenset(marks))
+        self._detokenizer = text.detokenizer(frozenset(marks), before)
         self.reasoning: list[str] = []  # pieces not sent yet
         self._reasoning = ReasoningParser(order.reasoning) if order.reasoning else None
         self.calls = CallParser(order.tools) if order.tools else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from trtpipe.engines.sampling import recommended
 from trtpipe.pipeline.gateway.failure import wrong
 from trtpipe.pipeline.gateway.requests import Common, quoted
 from trtpipe.triton_repo.shared_text import read_text, shared
+
+# Tokens of a prompt behind which an answer is decoded; several, since a special token has no text.
+_CONTINUED = 8
 
 
 class Text:
@@ -75,13 +78,27 @@ class Text:
         ids: list[int] = encoding.ids
         return ids
 
-    def detokenizer(self, shown: frozenset[str] = frozenset()) -> Any:
-        """A detokenizer that leaves out special tokens, except those whose texts are `shown`."""
+    def detokenizer(self, shown: frozenset[str] = frozenset(), before: Sequence[int] = ()) -> Any:
+        """A detokenizer that leaves out special tokens, except those whose texts are `shown`; of a text that follows
+        that of the tokens `before`."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {number: token.content for number, token in added.items() if token.special}
+        made: Any
         if shown.isdisjoint(special.values()):
-            return shared().Detokenizer(self.tokenizer, True)
-        return _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text not in shown))
+            made = shared().Detokenizer(self.tokenizer, True)
+        else:
+            made = _Showing(self.tokenizer, frozenset(number for number, text in special.items() if text not in shown))
+        if before:
+            made.push(list(before))
+            made.flush()
+        return made
+
+    def continued(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt that a text continues: decoders such as SentencePiece's drop the space of a first
+        word, which the first word behind a prompt is not. Empty where they have no text, or end within a character."""
+        last = list(prompt[-_CONTINUED:])
+        text = self.tokenizer.decode(last)
+        return last if text and not text.endswith(shared().UNFINISHED) else []
 
     def token(self, number: int, *, first: bool = False) -> str:
         """One token's own text, with special tokens spelled out.

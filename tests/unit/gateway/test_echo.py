@@ -202,9 +202,15 @@ def test_tokens_of_a_sentencepiece_decoder_keep_their_spaces(tmp_path: Path) -> 
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         (choice,) = (await client.post(TEXT, json={"model": "llama", "prompt": "x", "logprobs": 0})).json()["choices"]
-        assert choice["text"] == "an owl ant"
-        assert choice["logprobs"]["tokens"] == ["an", " owl", " ant"]
-        assert choice["logprobs"]["text_offset"] == [0, 2, 6]
+        # As from vLLM: the text continues the prompt, so its first word is not the first of a text.
+        assert choice["text"] == " an owl ant"
+        assert choice["logprobs"]["tokens"] == [" an", " owl", " ant"]
+        assert choice["logprobs"]["text_offset"] == [0, 3, 7]
+        for prompt in ([0], [0, 0]):  # begins a text: it is special tokens alone
+            (choice,) = (await client.post(TEXT, json={"model": "llama", "prompt": prompt})).json()["choices"]
+            assert choice["text"] == "an owl ant"
+        (choice,) = (await client.post(TEXT, json={"model": "llama", "prompt": "x", "echo": True})).json()["choices"]
+        assert choice["text"] == "x an owl ant"
         (choice,) = (await client.post(CHAT, json=chat(logprobs=True))).json()["choices"]
         listed = choice["logprobs"]["content"]
         assert [one["token"] for one in listed] == ["an", " owl", " ant"]
