@@ -811,6 +811,7 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
     assert ("The liveness probe looks for these processes too" in text) == (name not in ("trial", "vllm"))
     assert ("do not check again (`--allow-model-code`)" in text) == (name in ("trial", "vllm"))
     assert ("/opt/venv-vllm/bin/pip install 'vllm>=" in text) == (name == "vllm")
+    assert ("--no-install-recommends gcc libc6-dev && python3 -m venv" in text) == (name == "vllm")
     if case.passport.toolchain:
         assert (find_toolchain(None).driver or "?") in text
     assert ("tens of gigabytes" in text) == (name not in ("trial", "vllm")), "NVIDIA's image, not ours"
