@@ -37,7 +37,7 @@ RESTARTING = "the engine process is being started again; try again in a moment"
 # Most sequences of a prompt: each is a request of its own in memory.
 MOST_SEQUENCES = 1024
 
-# Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
+# Inputs that change the answer and that no engine in Python has code for: refused, never ignored.
 UNSUPPORTED_INPUTS = (
     "encoder_input_features",
     "draft_input_ids",
@@ -65,7 +65,7 @@ class TritonPythonModel:
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         for name in UNSUPPORTED_PARAMETERS:
             if _given(parameters, name):
-                raise pb_utils.TritonModelException(f"parameter {name} is not supported by the reference runtime")
+                raise pb_utils.TritonModelException(f"parameter {name} is not supported by this runtime")
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self.exclude_input = _boolean(parameters, "exclude_input_in_output", False)
         self.normalize_log_probs = _boolean(parameters, "normalize_log_probs", True)
@@ -117,9 +117,9 @@ class TritonPythonModel:
         for name in UNSUPPORTED_INPUTS:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None and tensor.as_numpy().size:
-                raise _Refused(f"input {name} is not supported by the reference runtime")
+                raise _Refused(f"input {name} is not supported by this runtime")
         if _scalar(request, "beam_width", 1) != 1:
-            raise _Refused("beam_width must be 1: the reference runtime has no beam search")
+            raise _Refused("beam_width must be 1: this runtime has no beam search")
         streaming = bool(_scalar(request, "streaming", False))
         if streaming and not self.decoupled:
             raise _Refused("Streaming is only supported if model is deployed using decoupled mode.")
