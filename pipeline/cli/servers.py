@@ -29,6 +29,8 @@ def ps(as_json: Json = False) -> None:
         console.result_json([console_serve.facts(server) for server in found])
     else:
         console_serve.servers(found, store.home)
+    for told in servers.unreadable(store).values():
+        console.note(told)
 
 
 def logs(

@@ -169,13 +169,14 @@ def running(store: Store) -> list[Server]:
 
 def recorded(store: Store) -> list[Server]:
     """Servers started on this machine from this store that run, and those that ended by themselves, until the same is
-    served again or `stop` names it. Damaged records are dropped; those that only another version can read stay."""
+    served again or `stop` names it. Damaged records are dropped; those that only another version can read stay, see
+    `unreadable`."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
             server = read_server(path)
         except (OSError, ValueError, InputDataError):
-            if os.access(path, os.R_OK) and not _names_a_server(path):  # else it is another user's
+            if os.access(path, os.R_OK) and _names_a_server(path) is None:  # else it is another user's
                 with contextlib.suppress(OSError):
                     path.unlink()
             continue
@@ -189,12 +190,28 @@ def recorded(store: Store) -> list[Server]:
     return out
 
 
-def _names_a_server(path: Path) -> bool:
-    """Whether the file is a record, of whatever version."""
+def unreadable(store: Store) -> dict[str, str]:
+    """Records of servers that this version cannot read, by server: which file it is, and what to do."""
+    out = {}
+    for path in sorted((store.home / "servers").glob("*.json")):
+        try:
+            read_server(path)
+        except (OSError, ValueError, InputDataError):
+            if (pid := _names_a_server(path)) is not None:
+                out[path.stem] = (
+                    f"{path} is damaged or of another version of trtpipe: stop the server with that version, or "
+                    f"remove the file if process {pid} is gone"
+                )
+    return out
+
+
+def _names_a_server(path: Path) -> int | None:
+    """Process id of the server where the file is a record, of whatever version."""
     with contextlib.suppress(OSError, InputDataError):
         raw = read_json(path, "record")
-        return isinstance(raw, dict) and raw.get("name") == path.stem and type(raw.get("pid")) is int
-    return False
+        if isinstance(raw, dict) and raw.get("name") == path.stem and type(raw.get("pid")) is int:
+            return int(raw["pid"])
+    return None
 
 
 def _known(cls: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
@@ -278,6 +295,7 @@ def none_running(store: Store, name: str | None) -> UsageError:
     others = ", ".join(one.name for one in found if one.died is None)
     remedies = [f"see {one.log}" for one in died]
     abroad = [one for one in _of_other_machines(store) if name in (None, one.name)]
+    unread = [told for server, told in unreadable(store).items() if name in (None, server)]
     if name is not None and abroad:
         record = store.home / "servers" / f"{name}.json"
         remedies.append(f"give the command on {abroad[0].machine}, or remove {record} if that machine is gone")
@@ -287,7 +305,7 @@ def none_running(store: Store, name: str | None) -> UsageError:
         "no server is running" if name is None else f"no server named '{name}' is running",
         why="; ".join(
             [*(f"{one.name} died: {one.died}" for one in died),
-             *(f"{one.name} was started on {one.machine}, which shares the store" for one in abroad)]
+             *(f"{one.name} was started on {one.machine}, which shares the store" for one in abroad), *unread]
         ),
         remedy="; ".join(remedies),
     )  # fmt: skip

@@ -59,7 +59,7 @@ def attend(
     death = None
     try:
         server = replace(server, watcher=os.getpid())
-        remember(store, server)
+        remember(store, server)  # or end: `stop` could not find this process, and it would start again what was stopped
         stubs = Stubs(server.pid)
         deaths: dict[str, list[float]] = {}
         ready()

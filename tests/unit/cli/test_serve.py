@@ -726,6 +726,21 @@ def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytes
     assert sorted((store.home / "servers").iterdir()) == left  # the second may be of another version
 
 
+def test_a_record_that_cannot_be_read_is_named(store: Store, run: Run) -> None:
+    record = store.home / "servers" / "x.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"name": "x", "pid": 7}')
+    told = (
+        f"{record} is damaged or of another version of trtpipe: stop the server with that version, or remove the file "
+        "if process 7 is gone"
+    )
+    assert told in run("ps").err
+    assert told in run("ps", "--json").err
+    assert told in run("stop", "x").error()
+    assert told not in run("stop", "y").error()
+    assert record.is_file()
+
+
 def test_a_record_of_a_later_version_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")

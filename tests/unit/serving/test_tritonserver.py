@@ -388,8 +388,9 @@ def test_the_stand_in_of_a_container_is_asked_once_more_before_it_is_killed(
     assert not (tmp_path / "container").exists()
 
 
-# Its executor runs a container that ends half a second after it was told to.
+# Its executor runs a container that ends the seconds of the second argument after it was told to.
 STAND_IN_SCRIPT = """
+import sys
 import time
 from trtpipe.pipeline.serving import docker_server
 
@@ -402,7 +403,7 @@ class Executor:
             time.sleep(600)
         except KeyboardInterrupt:
             write("asked")
-            time.sleep(0.5)
+            time.sleep(float(sys.argv[2]))
             write("ended")
             raise
 
@@ -412,13 +413,13 @@ docker_server.main()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("second", "told"), [(signal.SIGTERM, "ended\n"), (signal.SIGINT, "")])
+@pytest.mark.parametrize(("second", "takes_s", "told"), [(signal.SIGTERM, "0.5", "ended\n"), (signal.SIGINT, "60", "")])
 def test_a_container_has_its_time_to_end_when_every_process_of_a_service_is_told_to(
-    second: signal.Signals, told: str
+    second: signal.Signals, takes_s: str, told: str
 ) -> None:
     """systemd tells the stand-in, and then the watchdog does. Only SIGINT ends it at once."""
     spec = {"image": "i", "shm_size": "1g", "command": ["x"], "reads": [], "out": "/o", "gpus": None, "grace": 1}
-    command = [sys.executable, "-c", STAND_IN_SCRIPT, json.dumps(spec)]
+    command = [sys.executable, "-c", STAND_IN_SCRIPT, json.dumps(spec), takes_s]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "runs\n"
