@@ -57,7 +57,9 @@ class Mapping:
             raise UsageError(
                 f"moe_ep_size {self.moe_ep_size} does not divide tp_size {self.tp_size}",
                 why="the tensor-parallel ranks share the experts",
-                remedy=f"--moe-ep values that fit: {', '.join(map(str, divisors(self.tp_size)))}",
+                remedy=f"--moe-ep values that divide --tp {self.tp_size}: "
+                + ", ".join(map(str, divisors(self.tp_size)))
+                + (f"; or give a multiple of {self.moe_ep_size} as --tp" if self.moe_ep_size > 1 else ""),
             )
 
     @classmethod

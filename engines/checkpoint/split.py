@@ -132,8 +132,12 @@ def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:
     if experts is None:
         return f"moe_ep_size {ep} is for a model with experts, and this one has none", "leave --moe-ep and --moe-tp out"
     if experts.count % ep:
-        fitting = ", ".join(str(one) for one in divisors(mapping.tp_size) if experts.count % one == 0)
-        return f"moe_ep_size {ep} does not divide the {experts.count} experts", f"--moe-ep values that fit: {fitting}"
+        fitting = [one for one in divisors(experts.count) if mapping.tp_size % one == 0]
+        others = [one for one in divisors(experts.count) if one not in fitting]
+        remedy = f"--moe-ep values that fit --tp {mapping.tp_size}: {', '.join(map(str, fitting))}"
+        if others:
+            remedy += f"; with a multiple of it as --tp: {', '.join(map(str, others))}"
+        return f"moe_ep_size {ep} does not divide the {experts.count} experts", remedy
     return None
 
 

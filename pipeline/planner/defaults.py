@@ -77,7 +77,7 @@ def planned_sizes(
         if moe_tp or moe_ep:
             why += ", with its experts shared so"
             shared = (moe_tp or 1) * (moe_ep or 1)
-            if fewest is None and shared <= gpu.ranks_of_host and shared.bit_count() == 1:
+            if fewest is None and shared <= gpu.ranks_of_host:
                 fewest = shared  # the judgement says what does not fit
         if fewest is not None and fewest > 1:
             tp = fewest

@@ -206,6 +206,11 @@ def test_groups_of_experts_are_planned_as_they_are_built() -> None:
     assert (spec.mapping.tp_size, spec.mapping.moe_ep_size) == (4, 4)
     assert made("mixtral-8x7b", moe_ep=4).mapping == Mapping(tp_size=4, moe_ep_size=4)
     assert made("mixtral-8x7b", moe_tp=4).mapping == Mapping(tp_size=4)
+    # No --tp is given: that of the groups, so that the experts are what the refusal names.
+    assert refused("mixtral-8x7b", moe_ep=3) == (
+        "moe_ep_size 3 does not divide the 8 experts; --moe-ep values that fit --tp 3: 1; with a multiple of it as "
+        "--tp: 2, 4, 8"
+    )
     assert "mixtral-8x22b on l4 does not fit: " in refused("mixtral-8x22b", gpu="l4", moe_ep=2)
     assert refused("llama3-8b", moe_tp=4).startswith("moe_tp_size 4 does not make tp_size 1")
 

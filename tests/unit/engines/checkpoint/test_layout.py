@@ -250,7 +250,8 @@ def test_impossible_mappings(overrides: dict[str, Any], tp: int, pp: int, line: 
         (
             6,
             {"tp_size": 4, "moe_ep_size": 4},
-            "moe_ep_size 4 does not divide the 6 experts; --moe-ep values that fit: 1, 2",
+            "moe_ep_size 4 does not divide the 6 experts; --moe-ep values that fit --tp 4: 1, 2; with a multiple of it "
+            "as --tp: 3, 6",
         ),
         (0, {"tp_size": 2, "moe_ep_size": 2}, "moe_ep_size 2 is for a model with experts, and this one has none"),
         (8, {"tp_size": 4}, "moe_tp_size 4 does not divide intermediate_size of an expert 6"),
@@ -278,7 +279,11 @@ def test_sizes_of_experts_parallelism(asked: tuple[int, int | None, int | None],
     [
         ((4, 2, 4), "moe_tp_size 2 times moe_ep_size 4 does not make tp_size 4"),
         ((4, 3, None), "moe_tp_size 3 does not make tp_size 4"),
-        ((4, None, 3), "moe_ep_size 3 does not divide tp_size 4"),
+        (
+            (4, None, 3),
+            "moe_ep_size 3 does not divide tp_size 4: the tensor-parallel ranks share the experts; --moe-ep values "
+            "that divide --tp 4: 1, 2, 4; or give a multiple of 3 as --tp",
+        ),
         ((4, 0, None), "moe_tp_size 0 does not make tp_size 4"),
     ],
 )
