@@ -114,7 +114,7 @@ def execute(
         result = perform(stage, spec, inputs, run.last(stage.name))
         if not results:
             run.start(spec, store)  # not before: a build that is refused leaves no target
-        while not run.update(stage, result.artefact):
+        while not run.update(stage, result.artefact, store):
             result = perform(stage, spec, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
@@ -207,9 +207,10 @@ def satisfy(
             stage.check(spec, others, store.home)
 
             def work(out: Path) -> dict[str, Any]:
-                return stage.run(
+                settings = stage.settings(spec)
+                notes = stage.run(
                     Job(
-                        settings=stage.settings(spec),
+                        settings=settings,
                         inputs={name: artefact.path for name, artefact in inputs.items()},
                         digests=digests,
                         out=out,
@@ -218,6 +219,15 @@ def satisfy(
                         show=reporter.line,
                     )
                 )
+                # Files whose size and times are the same are not read again.
+                for name, digest in stage.sources(settings, store.digests).items():
+                    if record.inputs[name] != digest:
+                        raise InputDataError(
+                            f"the input '{name}' of {stage.name} changed while it was read",
+                            why="the result may be of old and new files",
+                            remedy="run again once nothing writes into it",
+                        )
+                return notes
 
             begin = log.stat().st_size if log.exists() else 0
             try:

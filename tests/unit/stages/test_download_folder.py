@@ -16,7 +16,7 @@ from tests.support.factories import hf_folder
 from tests.unit.stages.conftest import LINKED, WANTED, job, names, refusal, run
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.files import DiskFull, place
+from trtpipe.engines.files import DiskFull, copy, place
 from trtpipe.engines.hf.folder import UnknownModel
 from trtpipe.engines.model_source import FolderSource
 from trtpipe.pipeline.runner import execute
@@ -51,6 +51,34 @@ def test_what_is_written_into_a_folder_later_changes_no_artefact(folder: Path, o
         file.write(b"\1\2\3\4")
     assert (folder / "model.safetensors").read_bytes() != before
     assert (out / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_that_changes_while_it_is_copied_is_refused(
+    in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Before the copy of that file, or after it."""
+    folder, store = hf_folder(in_folder / "given"), Store(tmp_path / "home")
+
+    def changing(source: Path, target: Path, progress: Any) -> None:
+        copy(source, target, progress)
+        if source.name == "generation_config.json":
+            data = (folder / name).read_bytes()
+            # The last byte is one of a weight, or the bracket that closes the JSON.
+            (folder / name).write_bytes(data[:-1] + (b" }" if name == "config.json" else bytes([data[-1] ^ 1])))
+
+    monkeypatch.setattr(download, "copy", changing)
+    with pytest.raises(InputDataError) as error:
+        execute(plan(folder), store, Recorder(), until="download")
+    assert str(error.value) == (
+        "the input 'folder' of download changed while it was read: the result may be of old and new files; "
+        "run again once nothing writes into it"
+    )
+    assert list(store.artefacts()) == []
+    monkeypatch.undo()
+    monkeypatch.chdir(in_folder)
+    [result] = execute(plan(folder), store, Recorder(), until="download")
+    assert (result.artefact.path / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_draft_model_is_a_copy_too(folder: Path, out: Path) -> None:
