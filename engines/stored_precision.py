@@ -73,7 +73,7 @@ def require_readable(model: str, stored: Stored, runtime: str, *, experts: bool 
     """
     backend = load_backend(runtime)
     if backend.FORM == "trtllm":
-        require_convertible(stored, model)
+        require_convertible(stored, model, experts=experts)
         return
     algo = stored.quantization.quant_algo
     if algo in backend.READS.get(stored.method, ()):

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from trtpipe.engines.backends.base import readers
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
@@ -26,10 +27,13 @@ CONVERTIBLE = (
 )
 
 
-def require_convertible(stored: Stored, name: str) -> None:
-    """Raises UsageError when no TensorRT-LLM checkpoint computes what the folder of the model `name` computes."""
+def require_convertible(stored: Stored, name: str, *, experts: bool = False) -> None:
+    """Raises UsageError when no TensorRT-LLM checkpoint computes what the folder of the model `name` computes, naming
+    the runtimes that read the folder as it is. `experts`: whether the model has experts."""
     algo = stored.quantization.quant_algo
-    remedy = "use --runtime vllm, or start from the unquantized model"
+    able = readers(stored.method, algo, experts=experts)
+    remedy = f"use --runtime {' or '.join(able)}, or " if able else ""
+    remedy += "start from the unquantized model"
     if algo not in CONVERTIBLE:
         assert algo is not None
         known = ", ".join(one.value for one in CONVERTIBLE if one is not None)
@@ -68,7 +72,7 @@ def convert_stored(
     if stored is None:
         raise UsageError(f"{source} is not quantized", remedy="use `trtpipe convert` for it")
     family_of(model).check_source(source, model)
-    require_convertible(stored, str(source))
+    require_convertible(stored, str(source), experts=model.experts is not None)
     check_expert_format(model, stored.quantization, "trtllm", stored.method)
     check_mapping(model, mapping, quantization=stored.quantization, stored=True)
     check_stages(model, mapping)

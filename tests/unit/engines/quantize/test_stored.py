@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.factories import MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, hf_folder
 from tests.support.stored_folders import SIZES, stored_folder
 from tests.unit.engines.hf.test_inspection import quantized
-from trtpipe.engines.base import Mapping
+from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.inspection import inspect
-from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.hf.stored import Stored, read_stored
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import stored
 from trtpipe.engines.quantize.stored_worker import work
@@ -191,5 +191,20 @@ def test_what_no_checkpoint_computes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         stored.convert_stored(tmp_path / "folder", tmp_path / "made", mapping=Mapping(), log=tmp_path / "log")
     assert "quantized with INT8_PER_CHANNEL_PER_TOKEN, cannot become a TensorRT-LLM checkpoint: " in str(error.value)
-    assert "use --runtime vllm" in str(error.value)
+    assert str(error.value).endswith("; use --runtime vllm, or start from the unquantized model")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "algo", "remedy"),
+    [
+        ("modelopt", QuantAlgo.W4A8_AWQ, "use --runtime trtllm_pytorch, or start from the unquantized model"),
+        ("modelopt", QuantAlgo.NVFP4, "use --runtime trtllm_pytorch or vllm, or start from the unquantized model"),
+        ("modelopt", QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN, "start from the unquantized model"),
+    ],
+)
+def test_only_runtimes_that_read_the_folder_are_named(method: str, algo: QuantAlgo, remedy: str) -> None:
+    found = Stored(method=method, quantization=Quantization(quant_algo=algo), dtype=DataType.BFLOAT16)
+    with pytest.raises(UsageError) as error:
+        stored.require_convertible(found, "m")
+    assert error.value.remedy == remedy
