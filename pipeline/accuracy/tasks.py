@@ -23,6 +23,7 @@ from trtpipe.engines.hf.tokenizer import read_tokenizer
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import Progress
 from trtpipe.pipeline.accuracy.task_files import Filter, Metric, Task, documents, read_task
+from trtpipe.pipeline.planner.judgement import longest_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,9 @@ class _Prepared:
     @classmethod
     def read(cls, file: Path, model: Path) -> _Prepared:
         task = read_task(file)
-        tokenizer, limit = read_tokenizer(model), read_model_config(model, quantized=True).longest_sequence
+        # The reference runtime's layers answer.
+        limit = longest_sequence(read_model_config(model, quantized=True), "reference")
+        tokenizer = read_tokenizer(model)
         tokenizer.no_padding()
         tokenizer.no_truncation()
 

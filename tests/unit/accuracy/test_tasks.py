@@ -299,6 +299,14 @@ def test_a_task_that_cannot_be_scored_is_refused_by_name(
     assert "\n" not in str(raised.value)
 
 
+def test_a_document_is_no_longer_than_the_reference_runtime_takes(model: Path, write: Write, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    scaling = {"rope_type": "dynamic", "factor": 4.0}  # with it the model itself takes four times as many tokens
+    (model / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    with pytest.raises(InputDataError, match="the model takes 64"):
+        score_tasks([write(CHOICE, [{"thing": "x" * 90, "colour": 0}])], model, None, log=tmp_path / "log")
+
+
 def test_the_tasks_of_the_documentation_are_tasks() -> None:
     folder = ROOT / "tests" / "data" / "tasks"
     found = {path.stem: read_task(path) for path in sorted(folder.glob("*.yaml"))}

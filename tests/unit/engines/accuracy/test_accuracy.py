@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -388,11 +389,20 @@ def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
     assert "pass --accept-accuracy to build" in str(guess.refusal())
 
 
-def test_rows_that_cannot_be_run(llama: Path, compare: Compare) -> None:
+def test_rows_that_cannot_be_run(llama: Path, compare: Compare, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no next token"):
         compare(llama, llama, ROWS[:, :1])
     with pytest.raises(UsageError, match="its max_position_embeddings is 64"):
         compare(llama, llama, np.zeros((1, 65), np.int32))
+    scaled = tmp_path / "scaled"
+    shutil.copytree(llama, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
+    config.pop("rope_parameters", None)
+    (scaled / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    with pytest.raises(UsageError, match="its original_max_position_embeddings is 32; use --seq-len 32 or less"):
+        compare(scaled, scaled, np.zeros((1, 33), np.int32))
     with pytest.raises(InputDataError, match="outside the vocabulary"):
         compare(llama, llama, ROWS + VOCAB)
     with pytest.raises(UsageError, match="did you mean 'cuda'"):
