@@ -7,6 +7,8 @@ have, and for each artefact its record and the digest of every file. Every file 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -66,24 +68,37 @@ def pack(
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
     require_replaceable(out)
     index, made = describe(target, store, to_finish(require_run(target).spec()), sign_key=sign_key)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    _remove_leftovers(out)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0
     try:
-        with naming_full_disk(out.parent), tarfile.open(partial, "w") as tar:
-            text = (json.dumps(index, indent=2) + "\n").encode()
-            tar.addfile(_member(INDEX, len(text)), io.BytesIO(text))
-            for name, artefact in made.items():
-                for file in artefact.manifest.files:
-                    with (artefact.path / file.path).open("rb") as stream:
-                        tar.addfile(_member(f"{name}/{file.path}", file.size), stream)
-                    done += file.size
-                    progress(done, total)
-        sync(partial)
-        partial.replace(out)
+        with naming_full_disk(out.parent), partial.open("wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            with tarfile.open(fileobj=file, mode="w") as tar:
+                text = (json.dumps(index, indent=2) + "\n").encode()
+                tar.addfile(_member(INDEX, len(text)), io.BytesIO(text))
+                for name, artefact in made.items():
+                    for one in artefact.manifest.files:
+                        with (artefact.path / one.path).open("rb") as stream:
+                            tar.addfile(_member(f"{name}/{one.path}", one.size), stream)
+                        done += one.size
+                        progress(done, total)
+            file.flush()
+            sync(partial)
+            partial.replace(out)  # locked until here
         sync(out.absolute().parent)
     finally:
         partial.unlink(missing_ok=True)
     return out
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed exports to `out` have left beside it: files that no process has locked."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        with contextlib.suppress(OSError), left.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def unpack(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import io
 import json
@@ -81,6 +82,19 @@ def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store]
     with pytest.raises(UsageError, match="pipe is not a regular file"):
         export.pack(spec.target, store, tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+    spec, store = made
+    folder = tmp_path / "[out]"
+    folder.mkdir()
+    left, other = folder / ".e.tar.77.partial", folder / ".f.tar.77.partial"
+    for file in (left, other, running := folder / ".e.tar.78.partial"):
+        file.touch()
+    with running.open("rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        export.pack(spec.target, store, folder / "e.tar")
+    assert sorted(folder.iterdir()) == [running, other, folder / "e.tar"]
 
 
 def test_a_full_disk_is_that_of_the_export(
