@@ -145,14 +145,17 @@ def bench(
     """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
 
     target    the target to measure, where the server has several; or a client of it
-    report    file of the report, if one is to be written; CSV, page and requests go beside it
+    report    file or folder of the report, if one is to be written; CSV, page and requests go beside it
     progress  called as load points begin, go on and end
 
     Believe the figures of a report that is `valid`, is not `partial` and has no `failures()`: the command fails
     otherwise. Raises UsageError, InputDataError, HostError or StageFailed where nothing could be measured.
     """
-    if report is not None:
-        check_place(Path(report))
+    from trtpipe.pipeline.bench.results.folders import place
+
+    file = None if report is None else place(report)
+    if file is not None:
+        check_place(file)
     if target is not None and not isinstance(target, str | Path):
         from trtpipe.engines.errors import UsageError
 
@@ -168,10 +171,10 @@ def bench(
         arguments["server"], target = target.server, target.target
     options, served = choose(_text(target), **arguments)
     measured = measure(options, served, progress)
-    if report is not None:
+    if file is not None:
         from trtpipe.pipeline.bench.results.files import write_report
 
-        write_report(measured, Path(report))
+        write_report(measured, file)
     return measured
 
 

@@ -95,9 +95,9 @@ def bench(
     timeout: Annotated[float, _client("Fail a request after this many seconds.")] = 300.0,
     token_timeout: Annotated[float, _client("Fail a request after this many seconds without a token.")] = 60.0,
     report: Annotated[
-        Path | None,
+        str | None,
         _client(
-            "File of the report, with CSV, page and requests beside it; in reports/TIME-TARGET/ if left out.",
+            "File or folder of the report, with CSV, page and requests beside it; reports/TIME-TARGET/ if left out.",
             "--report",
             "-o",
         ),
@@ -140,7 +140,8 @@ def bench(
 def again(
     earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement, or its folder.", exists=True)],
     report: Annotated[
-        Path | None, typer.Option("--report", "-o", help="File of the new report; in reports/TIME-TARGET/ if left out.")
+        str | None,
+        typer.Option("--report", "-o", help="File or folder of the new report; reports/TIME-TARGET/ if left out."),
     ] = None,
     grpc_url: Annotated[str | None, typer.Option(help="URL of the gRPC server now: host:8001.")] = None,
     http_url: Annotated[str | None, typer.Option(help="URL of Triton's HTTP server now: http://host:8000.")] = None,
@@ -300,7 +301,7 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _measure(options: BenchOptions, served: Served | None, report: Path | None, *, as_json: bool) -> None:
+def _measure(options: BenchOptions, served: Served | None, report: str | None, *, as_json: bool) -> None:
     """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
     from trtpipe.engines.json_input import load_json
@@ -308,7 +309,8 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     from trtpipe.pipeline.bench.results import folders
     from trtpipe.pipeline.cli import console, console_bench
 
-    place = report or folders.new(served.target if served is not None else options.targets[0].model)
+    name = served.target if served is not None else options.targets[0].model
+    place = folders.new(name) if report is None else folders.place(report)
     check_place(place)
     with console_bench.progress() as progress:
         measured = measure(options, served, progress, console.note)
@@ -326,7 +328,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         if measured.ended_by != signal.SIGHUP:  # which comes when the terminal has been closed
             raise
     finally:  # also where standard output cannot be written
-        place = report or folders.claim(place)
+        place = folders.claim(place) if report is None else place
         *_, page, _ = write_report(measured, place)
     if report is None:
         try:

@@ -19,6 +19,12 @@ def new(target: str) -> Path:
     return REPORTS / f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub('[^A-Za-z0-9._-]+', '-', target)[:80]}" / FILE
 
 
+def place(report: str | Path) -> Path:
+    """Path of the report that the user names: report.json in a folder, which is there or whose name ends with a slash,
+    else the path itself."""
+    return Path(report, FILE) if str(report).endswith("/") or (report and Path(report).is_dir()) else Path(report)
+
+
 def claim(report: Path) -> Path:
     """Make the folder of a path of `new`. Where another run, which began in the same second, has made it, make one with
     a number. Returns the report's path. Raises HostError."""

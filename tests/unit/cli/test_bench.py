@@ -47,6 +47,22 @@ def test_a_link_to_the_latest_that_cannot_be_made_is_a_note(
     assert "reports/latest cannot be made: Is a directory" in done.err
 
 
+def test_a_report_may_be_given_a_folder(run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (in_folder / "there").mkdir()
+    monkeypatch.setattr(
+        api, "measure", lambda *arguments: BenchReport(command=[], options={}, tokenizer_sha256=None, started="")
+    )
+    for place in ("new/", "there", "there/", "file"):
+        asked = ("bench", "--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__)
+        done = run(*asked, "--report", place, "--json")
+        assert done.status == 0, done.err
+    found = sorted(path.relative_to(in_folder).as_posix() for path in in_folder.rglob("*") if not path.suffix)
+    assert found == ["file", "new", "there"]
+    for folder in ("new", "there"):
+        assert json.loads(Path(folder, "report.json").read_text())["schema"] == SCHEMA
+    assert not Path("reports").exists()
+
+
 @pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-1\x7f", "schlüssel", "sk-\u4e00"])
 def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("TRTPIPE_API_KEY", key)
