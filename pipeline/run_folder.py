@@ -194,9 +194,9 @@ class RunFolder:
         found = self._entries().get(stage)
         return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
 
-    def update(self, stage: Stage, artefact: Artefact) -> bool:
+    def update(self, stage: Stage, artefact: Artefact, store: Store) -> bool:
         """Refer to the stage's artefact and link to it. Returns False where `gc` has deleted it since it was found."""
-        store, record = Store(artefact.home), artefact.manifest.record
+        record = artefact.manifest.record
         last = self._entries().get(stage.name)
         known = last is not None and (last[0].key, last[1]) == (record.key, artefact.origin)
         with contextlib.nullcontext() if known else store.referring():

@@ -166,11 +166,14 @@ def build(
     if spec is not None and also:
         raise UsageError(f"a spec and {also[0]} are given", remedy="give one of them")
     spec, place = spec or resolved(layers(**options)), None if folder is None else Path(folder)
-    store = store or Store(default_home())
+    store = store or Store(default_home(), note=log.info)
     trust = Trust(tuple(map(str, trust_origin)), tuple(map(Path, trust_key))) if trust_origin or trust_key else None
+    reporter = reporter or _LogReporter()
+    for origin in () if trust is None else trust.unknown(store):
+        reporter.note(f"nothing in the store came from {origin}, so trust in it reuses nothing")
     try:
         results = execute(
-            spec, store, reporter or _LogReporter(), until=until, verify=verify, keep_failed=keep_failed, given=given,
+            spec, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given,
             trust=trust, folder=place,
         )  # fmt: skip
     finally:

@@ -150,12 +150,13 @@ TargetArgument = Annotated[str, typer.Argument(help="A target in ./runs.", autoc
 def own_store() -> Store:
     """The store of the user who runs the command; a file that takes long to hash is shown."""
     from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.console_progress import hashing
     from trtpipe.pipeline.store.digests import Digests
     from trtpipe.pipeline.store.store import Store
 
     home = default_home()
-    return Store(home, digests=Digests(home / "digests.json", hashing))
+    return Store(home, digests=Digests(home / "digests.json", hashing), note=console.note)
 
 
 def named_folders(words: list[str] | None, option: str = "--lora ") -> dict[str, str] | None:

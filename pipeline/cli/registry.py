@@ -85,7 +85,9 @@ def pull(
       trtpipe pull llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe pull llama3-8b.h100.fp8 s3://bucket/models --trust-key team.pub
     """
+    from trtpipe.engines.passport import read_passport
     from trtpipe.pipeline.cli import console, console_build
+    from trtpipe.pipeline.compatibility import examine
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.runner import execute
@@ -96,10 +98,13 @@ def pull(
         shipped = transfer.pull(
             target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
         )
-    arrived = shipped.arrived
-    whole = arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys()
-    if arrived is not None and whole:
+    arrived, after = shipped.arrived, f"build --from {target}"
+    if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
         execute(arrived.spec, store, reporter, given=arrived.artefacts)
+        after = f"serve {target}"
+        verdict = examine(read_passport(arrived.artefacts["engine"].path))
+        if verdict.objections:  # only --any-machine takes such an engine
+            after = f"deploy k8s {target} -o FOLDER   (it is served on {verdict.passport.target()}, not here)"
     store.digests.save()
     if as_json:
         _moved(shipped, url)
@@ -107,7 +112,7 @@ def pull(
     console.result(
         f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
         f"{console.size(shipped.there)} was here",
-        *([] if arrived is None else [f"next: trtpipe {'serve' if whole else 'build --from'} {target}"]),
+        *([] if arrived is None else [f"next: trtpipe {after}"]),
     )
 
 

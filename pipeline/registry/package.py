@@ -188,7 +188,8 @@ def receive(
             raise
         return {}
 
-    with store.locked(record):
+    waiting = f"waiting for another command, which makes or receives the same artefact of the {record.stage} stage"
+    with store.locked(record, lambda: store.note(waiting)):
         found = store.find(record)
         if found is None:
             store.set_aside(record)
@@ -220,7 +221,7 @@ def link(spec: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told:
         run.drop_imports(keep=source)
     for stage in stages_of(spec):
         if stage.makes in artefacts:
-            run.update(stage, artefacts[stage.makes])
+            run.update(stage, artefacts[stage.makes], store)
     return run
 
 

@@ -27,6 +27,11 @@ class Trust:
     origins: tuple[str, ...] = ()
     keys: tuple[Path, ...] = ()
 
+    def unknown(self, store: Store) -> list[str]:
+        """The origins from which nothing in the store came, as the user gives them."""
+        known = store.sources() if self.origins else set()
+        return [origin for origin in self.origins if not {origin, location(origin)} & known]
+
     def find(self, record: Record, makes: str, store: Store) -> tuple[Artefact, str] | None:
         """An imported artefact of `record` that may be reused, and the reason to trust it."""
         if not self.origins and not self.keys:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 KEY_DIGITS = 32
 # A file that was read longer ago than this is read again before it is used: disks lose bits in silence.
 READ_AGAIN_SECONDS = 7 * 86400
+# Seconds after which a command says what it waits for.
+SLOW_S = 2.0
 # Smaller files are read every time.
 SMALL_BYTES = 1 << 20
 # Docker, Podman and Kubernetes mount such files of a container from a folder that has its id as its name.
@@ -58,11 +60,6 @@ class Artefact:
     def origin(self) -> Origin | None:
         return self.manifest.origin
 
-    @property
-    def home(self) -> Path:
-        """Home of the store that holds it."""
-        return self.path.parents[3]
-
 
 # Locks that this process holds until it ends; a lock that nothing refers to is released.
 _HELD: dict[str, FileLock] = {}
@@ -72,16 +69,21 @@ class Store:
     """The artefacts under one home folder. Several processes may use it at once.
 
     origin  None for the artefacts that were made here; else only artefacts of that origin are found and added
+    note    called with what a command waits for
     """
 
-    def __init__(self, home: Path, origin: Origin | None = None, digests: Digests | None = None) -> None:
+    def __init__(
+        self, home: Path, origin: Origin | None = None, digests: Digests | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
         self.home = home
+        self.note = note
         self.origin = origin
         self.digests = digests or Digests(home / "digests.json")
 
     def of(self, origin: Origin | None) -> Store:
         """The part of this store that holds what came from `origin`."""
-        return self if origin == self.origin else Store(self.home, origin, self.digests)
+        return self if origin == self.origin else Store(self.home, origin, self.digests, self.note)
 
     def imported(self, record: Record) -> list[Artefact]:
         """The whole artefacts of `record` that were made elsewhere."""
@@ -90,6 +92,12 @@ class Store:
         origins = [manifest.origin for manifest in manifests if manifest is not None and manifest.origin is not None]
         found = [self.of(origin).find(record) for origin in origins]
         return [artefact for artefact in found if artefact is not None]
+
+    def sources(self) -> set[str]:
+        """Where the artefacts came from that were made elsewhere: registry URLs and files."""
+        manifests = [read_manifest(file) for file in (self.home / "imported").glob("*/*/manifest.json")]
+        origins = [manifest.origin for manifest in manifests if manifest is not None]
+        return {origin.source for origin in origins if origin is not None}
 
     def folder(self, record: Record) -> Path:
         digits = record.key[:KEY_DIGITS]
@@ -176,7 +184,7 @@ class Store:
     def importing(self, name: str) -> Iterator[None]:
         """Hold a name while artefacts of a target arrive, one after another, and until its run folder refers to them.
         Waits for another command that holds it."""
-        with self._lock(f"import-{name}"):
+        with self._waited_for(f"import-{name}", "another pull or import of this target"):
             with self.referring():  # a `gc` that saw no import has removed the manifest of what it deletes
                 pass
             yield
@@ -187,7 +195,21 @@ class Store:
 
     def referring(self) -> contextlib.AbstractContextManager[Any]:
         """Lock under which a run folder comes to refer to an artefact, and `gc` deletes one that nothing refers to."""
-        return self._lock("references")
+        return self._waited_for("references", "another command, which changes or deletes what runs refer to")
+
+    @contextlib.contextmanager
+    def _waited_for(self, name: str, holder: str) -> Iterator[None]:
+        """Hold a name; what holds it is noted once this command has waited for SLOW_S."""
+        lock = self._lock(name)
+        try:
+            lock.acquire(timeout=SLOW_S)
+        except TimeoutError:
+            self.note(f"waiting for {holder}")
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def hold(self, name: str) -> None:
         """Hold a name until this process ends."""

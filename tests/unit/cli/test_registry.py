@@ -13,9 +13,13 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.cli.conftest import SETTINGS, Run
 from tests.unit.registry.test_signatures import KINDS, write_pair
+from trtpipe.pipeline import compatibility
+from trtpipe.pipeline.compatibility import Verdict
 
 
-def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp_path: Path) -> None:
+def test_a_target_goes_to_a_folder_and_comes_back(
+    run: Run, in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf_folder(in_folder / "tiny")
     assert run("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "bf16", *SETTINGS).status == 0
     shelf = str(tmp_path / "shelf")
@@ -35,6 +39,14 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     assert done.out.startswith("pulled tokenizer, engine: ")
     assert f"engine: imported from {shelf}, not built here" in done.err
     assert done.out.endswith("next: trtpipe serve tiny.cpu.bf16\n")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(
+            compatibility, "examine", lambda passport: Verdict(passport=passport, objections=["of x"], remarks=[])
+        )
+        assert "or with --any-machine" in run("pull", "tiny.cpu.bf16", shelf).error()
+        done = run("pull", "tiny.cpu.bf16", shelf, "--any-machine")
+    served = "next: trtpipe deploy k8s tiny.cpu.bf16 -o FOLDER   (it is served on cpu, not here)\n"
+    assert done.out.endswith(served)
     done = run("verify-provenance", "tiny.cpu.bf16", "--statement", str(told))
     assert done.out.endswith(
         "the digests of 5 artefacts hold together\n"
@@ -48,6 +60,11 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
 
     for name in ("tiny.cpu.bf16", "runs/tiny.cpu.bf16"):
         assert f"note: the engine was imported from {shelf}, not built here\n" in run("passport", name).out
+
+    asked = ("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "bf16", *SETTINGS, "--until", "download")
+    done = run(*asked, "--trust-origin", shelf, "--trust-origin", "oci://host/typo")
+    noted = [line for line in done.err.splitlines() if "trust" in line]
+    assert noted == ["nothing in the store came from oci://host/typo, so trust in it reuses nothing"]
 
     # Builds make nothing of what came from elsewhere.
     for makes, remedy in (

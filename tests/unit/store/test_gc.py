@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ from trtpipe.pipeline.serving.targets import remove_targets
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.store import gc
-from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store import store as store_module
+from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Artefact, Store, machine
 
 
@@ -190,7 +192,7 @@ def test_what_a_killed_gc_leaves_of_an_artefact_does_not_pass_for_whole(
     with pytest.raises(KeyboardInterrupt):
         gc.remove(garbage, store, references)
     assert artefact.path.is_dir()
-    assert (store.find(artefact.manifest.record), run.update(stage, artefact)) == (None, False)
+    assert (store.find(artefact.manifest.record), run.update(stage, artefact, store)) == (None, False)
 
 
 def test_what_a_renamed_run_folder_refers_to_stays(store: Store, model: Path, tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_run_folder_comes_to_refer_to_nothing_while_gc_deletes(store: Store, m
     assert artefact is not None
     (run.path / "run.json").unlink()
     answers = list[bool]()
-    thread = threading.Thread(target=lambda: answers.append(run.update(stage, artefact)))
+    thread = threading.Thread(target=lambda: answers.append(run.update(stage, artefact, store)))
     with store.referring():
         thread.start()
         thread.join(0.3)
@@ -264,6 +266,33 @@ def test_a_run_folder_comes_to_refer_to_nothing_while_gc_deletes(store: Store, m
         store.digests.remove_tree(artefact.path.parent)
     thread.join()
     assert (answers, run.stages()) == ([False], [])
+
+
+def test_a_wait_is_noted_once_it_takes_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SLOW_S", 0.2)
+    noted = list[str]()
+    waiting = Store(store.home, note=noted.append)
+    for holds, waits in (
+        (store.importing("x"), lambda: waiting.of(Origin(source="a", content="b")).importing("x")),
+        (store.referring(), waiting.referring),
+    ):
+
+        def wait(waits: Callable[[], contextlib.AbstractContextManager[None]] = waits) -> None:
+            with waits():
+                pass
+
+        thread = threading.Thread(target=wait)
+        with holds:
+            thread.start()
+            thread.join(0.1)
+            before = len(noted)
+            thread.join(0.5)
+        thread.join()
+        assert len(noted) == before + 1
+    assert noted == [
+        "waiting for another pull or import of this target",
+        "waiting for another command, which changes or deletes what runs refer to",
+    ]
 
 
 def a_root(store: Store) -> Path:
