@@ -42,7 +42,7 @@ def prove(
     model: str | Path = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None,
     dtype: str | Sequence[str] = (), toolchain: str | None = None, executor: str | None = None,
     set: Mapping[str, Any] | None = None, engine_python: str | Path | None = None,  # noqa: A002
-    output: str | Path = "proof", note: Callable[[str], None] = log.info,
+    ready_s: int = 600, output: str | Path = "proof", note: Callable[[str], None] = log.info,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Proof:  # fmt: skip
     """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
@@ -51,6 +51,7 @@ def prove(
     runtime   the usual one of the GPU if left out
     dtype     precisions; bf16 and every quantization recipe if left out
     set       any other setting of the builds by its dotted name; the engines are small if left out
+    ready_s   seconds that a server may take to be ready, as of `serve`
     output    folder of proof.json, proof.html, and runs/ with the run folders of what is built
     progress  called with the precision and the step that begins
 
@@ -97,7 +98,7 @@ def prove(
     for name, spec in specs.items():
         note(f"{name}: {spec.target}")
         way = _Way(name, note, progress)
-        lanes.append(_lane(way, spec, {**common, "dtype": name}, output / "runs", engine_python))
+        lanes.append(_lane(way, spec, {**common, "dtype": name}, output / "runs", engine_python, ready_s))
     proof = Proof(
         version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
         model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
@@ -169,7 +170,9 @@ class _Way:
         self._note(f"  {name}: {state}: {told}")
 
 
-def _lane(way: _Way, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | Path | None) -> Lane:
+def _lane(
+    way: _Way, spec: BuildSpec, options: Mapping[str, Any], runs: Path, engine_python: str | Path | None, ready_s: int
+) -> Lane:
     """`runs`: where the targets' run folders are made, so that none of ./runs is replaced."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build, settings
@@ -185,7 +188,7 @@ def _lane(way: _Way, spec: BuildSpec, options: Mapping[str, Any], runs: Path, en
 
     way.step("build", made(options, spec.target))
     served: tuple[list[list[int]], list[Speed]] | None = way.step(
-        "serve", lambda: _served(spec, runs / spec.target, options["model"], engine_python)
+        "serve", lambda: _served(spec, runs / spec.target, options["model"], engine_python, ready_s)
     )
     reference = {**options, "runtime": "reference", "toolchain": None, "executor": None}
     try:
@@ -195,12 +198,12 @@ def _lane(way: _Way, spec: BuildSpec, options: Mapping[str, Any], runs: Path, en
         way.leave_out("reference text", str(error))
     else:
         way.step("reference build", made(reference, target))
-        way.step("reference text", lambda: _compared(served[0] if served else [], runs / target))
+        way.step("reference text", lambda: _compared(served[0] if served else [], runs / target, ready_s))
     return Lane(dtype=way.dtype, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 
 def _served(
-    spec: BuildSpec, run: Path, model: str, engine_python: str | Path | None
+    spec: BuildSpec, run: Path, model: str, engine_python: str | Path | None, ready_s: int
 ) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
     """Serve the target in the run folder `run`; its greedy answers as tokens, and its speed beside the plan's."""
     from trtpipe.engines.errors import StageFailed
@@ -210,7 +213,7 @@ def _served(
 
     planned = _planned(spec, model)
     # An interrupted measurement leaves requests behind.
-    with serve(str(run), engine_python=engine_python, openai_port=None, drain_s=2) as client:
+    with serve(str(run), engine_python=engine_python, openai_port=None, drain_s=2, ready_s=ready_s) as client:
         answers = _answers(client)
         report = bench(
             client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
@@ -262,13 +265,13 @@ def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
     return {}
 
 
-def _compared(answers: list[list[int]], run: Path) -> tuple[str, None]:
+def _compared(answers: list[list[int]], run: Path, ready_s: int) -> tuple[str, None]:
     """Compare with the answers of the reference runtime's target in the run folder `run`. Raises StageFailed where too
     few begin alike."""
     from trtpipe.engines.errors import StageFailed
     from trtpipe.pipeline.api.serve import serve
 
-    with serve(str(run), openai_port=None, drain_s=2) as client:
+    with serve(str(run), openai_port=None, drain_s=2, ready_s=ready_s) as client:
         expected = _answers(client)
     told, first = compared(answers, expected)
     if first < FIRST_TOKENS * len(expected):

@@ -37,7 +37,7 @@ DRAIN_S = 2
 def tune(
     target: str | Path, slo: str | Sequence[str], *, minutes: float = 30.0, find: str = "max-goodput",
     load: str | Path | None = None, input_tokens: int | str | None = None, output_tokens: int | str | None = None,
-    protocol: str = "grpc", price: float | None = None, engine_python: str | Path | None = None,
+    protocol: str = "grpc", price: float | None = None, engine_python: str | Path | None = None, ready_s: int = 600,
     note: Callable[[str], None] = log.info, progress: Callable[[Progress], None] | None = None,
 ) -> Study:  # fmt: skip
     """Search the settings of a target for the highest rate within objectives, by serving and measuring it.
@@ -49,7 +49,7 @@ def tune(
     load           load of configs/load, or a YAML file: its lengths, and the arrivals of its first rate
     input_tokens, output_tokens  lengths: 128, or a distribution such as "lognormal:128,0.5"
     price          of one GPU for an hour; that of the GPU's file if left out
-    engine_python  Python that runs engines, as of `serve`
+    engine_python, ready_s  Python that runs engines, and seconds that a server may take to be ready, as of `serve`
 
     Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
     Where no change could be measured, the study has no winner, and its state is "no answer"; where the best gain is
@@ -60,6 +60,7 @@ def tune(
     session = _Session(
         str(target), slo, minutes=minutes, find=find, protocol=protocol, engine_python=engine_python,
         lengths={"load": load, "input_tokens": input_tokens, "output_tokens": output_tokens}, price=price,
+        ready_s=ready_s,
         note=note, progress=progress,
     )  # fmt: skip
     with session.alone():
@@ -105,7 +106,7 @@ class _Session:
 
     def __init__(
         self, target: str, slo: str | Sequence[str], *, minutes: float, find: str, protocol: str,
-        lengths: dict[str, Any], price: float | None, engine_python: str | Path | None,
+        lengths: dict[str, Any], price: float | None, engine_python: str | Path | None, ready_s: int,
         note: Callable[[str], None], progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         from trtpipe.configs.home import default_home
@@ -135,7 +136,7 @@ class _Session:
         self._options, _ = choose(**plain)
         self._arrivals = self._search(self._options, find, rate=None, seconds=1.0, number=0, limit_s=1.0).loads[0]
         require_room(self._options.work, self._spec.target, self._run.linked("repository"))
-        self._find, self._engine_python = find, engine_python
+        self._find, self._engine_python, self._ready_s = find, engine_python, ready_s
         self._note, self._progress = note, progress
         self._minutes, self._price = minutes, price
 
@@ -355,7 +356,7 @@ class _Session:
         built = time.monotonic()
         with serve(
             str(folder), openai_port=None if self._bench["protocol"] in ("grpc", "http") else 0,
-            engine_python=self._engine_python, drain_s=DRAIN_S,
+            engine_python=self._engine_python, drain_s=DRAIN_S, ready_s=self._ready_s,
         ) as client:  # fmt: skip
             start_s = time.monotonic() - built
             # The first search needs more load points, since it knows no rate to begin at.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trtpipe.pipeline.cli.options import Executor, Gpu, Json, Runtime, Set, Toolchain
+from trtpipe.pipeline.cli.serve import ReadyTimeout
 
 
 def prove(
@@ -25,6 +26,7 @@ def prove(
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
+    ready_timeout: ReadyTimeout = 600,
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the report.")] = Path("proof"),
     as_json: Json = False,
 ) -> int:
@@ -57,8 +59,8 @@ def prove(
     with console_progress.working("prove", announce=False) as work:
         proof = run(
             model, gpu=gpu, runtime=runtime, dtype=[one.strip() for one in dtype.split(",")] if dtype else (),
-            toolchain=toolchain, executor=executor, set=assigned, engine_python=engine_python, output=out,
-            note=console.note, progress=work.step,
+            toolchain=toolchain, executor=executor, set=assigned, engine_python=engine_python,
+            ready_s=ready_timeout, output=out, note=console.note, progress=work.step,
         )  # fmt: skip
     if as_json:
         console.result_json(proof.to_json())

@@ -23,6 +23,10 @@ from trtpipe.pipeline.cli.options import AllowModelCode, Json, Targets, numbers,
 
 OPENAI_PORT = 9000
 
+ReadyTimeout = Annotated[
+    int, typer.Option(min=1, help="Seconds that the server may take to become ready, once its image is there.")
+]
+
 
 def serve(
     targets: Targets = None,
@@ -52,10 +56,7 @@ def serve(
     cors_origin: CorsOrigin = None,
     otlp_endpoint: OtlpEndpoint = None,
     timeout: Timeout = 600,
-    ready_timeout: Annotated[
-        int,
-        typer.Option(min=1, help="Seconds that the server may take to become ready, once its image is there."),
-    ] = 600,
+    ready_timeout: ReadyTimeout = 600,
     drain: Annotated[
         int | None,
         typer.Option(

@@ -8,6 +8,7 @@ import typer
 
 from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Json, TargetArgument
+from trtpipe.pipeline.cli.serve import ReadyTimeout
 
 
 def tune(
@@ -29,6 +30,7 @@ def tune(
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
+    ready_timeout: ReadyTimeout = 600,
     as_json: Json = False,
 ) -> int:
     """Search the settings with which a target serves most.
@@ -56,7 +58,7 @@ def tune(
         study = search(
             target, slo, minutes=minutes, find=find, load=load, input_tokens=input_tokens,
             output_tokens=output_tokens, protocol=protocol, price=price,
-            engine_python=engine_python, note=console.note, progress=progress,
+            engine_python=engine_python, ready_s=ready_timeout, note=console.note, progress=progress,
         )  # fmt: skip
     status = 0 if study.decided else StageFailed.exit_code
     if as_json:

@@ -46,7 +46,7 @@ def wait_ready(
     raise StageFailed(
         f"{program} is not ready after {seconds} s",
         why=tail(log, begin=last_start(log)),
-        remedy=f"if it still loads, give `trtpipe serve` a longer --ready-timeout; its log is {log}",
+        remedy=f"if it still loads, give a longer --ready-timeout; its log is {log}",
     )
 
 

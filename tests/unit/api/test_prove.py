@@ -24,13 +24,15 @@ from trtpipe.pipeline.prove.proof import Lane, Proof
 
 def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     report = SimpleNamespace(interrupted=True, interruption=KeyboardInterrupt, broken=None, results=[])
-    monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext())
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext(asked.update(more)))
     monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, **more: report)
     monkeypatch.setattr(prove, "_planned", lambda *given: {})
     monkeypatch.setattr(prove, "_answers", lambda client: [])
     spec: Any = SimpleNamespace(target="x")
     with pytest.raises(KeyboardInterrupt):
-        prove._served(spec, Path("x"), "m", None)
+        prove._served(spec, Path("x"), "m", None, 1800)
+    assert asked["ready_s"] == 1800
 
 
 def test_a_benchmark_whose_requests_fail_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +48,7 @@ def test_a_benchmark_whose_requests_fail_is_no_proof(monkeypatch: pytest.MonkeyP
         )  # fmt: skip
         monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, told=report, **more: told)
         with pytest.raises(StageFailed, match=f"requests of the benchmark failed: {told}"):
-            prove._served(spec, Path("x"), "m", None)
+            prove._served(spec, Path("x"), "m", None, 600)
 
 
 def test_a_benchmark_without_a_throughput_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_a_benchmark_without_a_throughput_is_no_proof(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trtpipe.pipeline.api.bench.bench", lambda *given, **more: report)
     spec: Any = SimpleNamespace(target="x")
     with pytest.raises(StageFailed, match="the benchmark has no throughput: no slot was measured"):
-        prove._served(spec, Path("x"), "m", None)
+        prove._served(spec, Path("x"), "m", None, 600)
 
 
 def test_a_full_disk_fails_a_step_and_not_what_was_proven_before() -> None:

@@ -149,20 +149,22 @@ def test_tune_and_prove_take_it_for_the_targets_of_vllm(
 ) -> None:
     heard = []
 
-    def work(*arguments: object, engine_python: str | None, **named: object) -> None:
+    def work(*arguments: object, engine_python: str | None, ready_s: int, **named: object) -> None:
         heard.append(engine_python)
+        assert ready_s == 1800
         raise StageFailed("it was asked")
 
     monkeypatch.setattr(tune, "tune", work)
     monkeypatch.setattr(prove, "prove", work)
     file.write_text('engine_python = "false"\n')
     h100 = ("--model", "llama3-8b", "--gpu", "h100")
+    words += ("--ready-timeout", "1800")
     for runtime in ("vllm", "tensorrt_llm"):
         assert run("prove", *h100, "--runtime", runtime, *words).error() == "it was asked"
         spec = settings(model="llama3-8b", gpu="h100", runtime=runtime)
         RunFolder.of(spec.target).start(spec, store)
         assert run("tune", spec.target, "--slo", "ttft:2s", *words).error() == "it was asked"
-    others = given if words else None
+    others = given if "--engine-python" in words else None
     assert heard == [given, given, others, others]
 
 
