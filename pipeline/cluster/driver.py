@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 import trtpipe.engines.errors
 from trtpipe import __version__
+from trtpipe.engines import threads
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
 from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.pipeline.cluster.needs import Needs, needs
@@ -47,8 +48,6 @@ GONE_SECONDS = 10.0
 CANCEL_SECONDS = 30.0
 # How long the targets' threads may take to notice that, before the command leaves them.
 LEAVE_SECONDS = 5.0
-# Seconds after which a wait begins anew: a signal that comes just before a wait does not end it.
-LOOK_SECONDS = 0.5
 # (target, stage, kind, text): "begins", "progress", "line", "note", "ends"
 Told = Callable[[str, str, str, str], None]
 
@@ -113,25 +112,11 @@ class Cluster:
             except Exception as error:
                 return Outcome(spec=spec, results=(), error=failure(error))
 
-        outcomes: list[Future[Outcome]] = [Future() for _ in specs]
-        left = iter(zip(specs, outcomes, strict=True))
-
-        def work() -> None:
-            for spec, outcome in left:
-                try:
-                    outcome.set_result(one(spec))
-                except BaseException as error:
-                    outcome.set_exception(error)
-
+        outcomes: list[Future[Outcome]] = []
         try:
-            # Threads that the end of the command does not wait for, as it would for those of a ThreadPoolExecutor: what
-            # they do on this machine, such as the reading of a GGUF file or an upload, ends with it.
-            for _ in range(min(AT_ONCE, len(specs))):
-                threading.Thread(target=work, daemon=True).start()
-            for outcome in outcomes:
-                while not outcome.done():
-                    wait([outcome], LOOK_SECONDS)
-            return [outcome.result() for outcome in outcomes]
+            # What they do on this machine, such as the reading of a GGUF file or an upload, ends with the command.
+            outcomes = threads.begin(one, specs, AT_ONCE)
+            return [threads.result(outcome) for outcome in outcomes]
         except BaseException:
             self._cancel()
             wait(outcomes, LEAVE_SECONDS)

@@ -10,10 +10,10 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trtpipe.engines import threads
 from trtpipe.pipeline.net.http_limits import patience
 from trtpipe.pipeline.registry.base import Moved
 
@@ -21,8 +21,6 @@ from trtpipe.pipeline.registry.base import Moved
 PART = 32 << 20
 MAX_PARTS = 10_000
 AT_ONCE = 4
-# Seconds after which a wait begins anew: a signal that comes just before a wait does not end it.
-LOOK_SECONDS = 0.5
 # Bytes per second that a server may join once it has all parts.
 JOINED_PER_SECOND = 10_000_000
 
@@ -73,6 +71,8 @@ class Parts:
         ended = threading.Event()
 
         def sent(number: int) -> dict[str, Any]:
+            if ended.is_set():
+                raise OSError("the upload was interrupted")
             start = (number - 1) * PART
             size = min(PART, self._size - start)
             held = there.get(number)
@@ -84,27 +84,10 @@ class Parts:
                     )  # fmt: skip
             return {"PartNumber": number, "ETag": held["ETag"]}
 
-        outcomes: list[Future[dict[str, Any]]] = [Future() for _ in range(0, self._size, PART)]
-        left = iter(enumerate(outcomes, 1))
-
-        def work() -> None:
-            for number, outcome in left:
-                if ended.is_set():
-                    return
-                try:
-                    outcome.set_result(sent(number))
-                except BaseException as error:
-                    outcome.set_exception(error)
-
         parts: list[dict[str, Any]] = []
         try:
-            # Threads that the end of the command does not wait for, as it would for those of a ThreadPoolExecutor.
-            for _ in range(AT_ONCE):
-                threading.Thread(target=work, daemon=True).start()
-            for outcome in outcomes:
-                while not outcome.done():
-                    wait([outcome], LOOK_SECONDS)
-                parts.append(outcome.result())
+            for outcome in threads.begin(sent, range(1, -(-self._size // PART) + 1), AT_ONCE):
+                parts.append(threads.result(outcome))
                 moved(min(PART, self._size - (len(parts) - 1) * PART))
         except BaseException:
             ended.set()

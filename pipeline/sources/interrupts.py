@@ -1,16 +1,15 @@
-"""Work in threads that a signal does not wait for."""
+"""Work that a signal ends, or leaves, with the thread pools that it has begun."""
 
 from __future__ import annotations
 
 import concurrent.futures.thread as pools
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-# Seconds after which a wait begins anew: a signal that comes just before a wait does not end it.
-LOOK_SECONDS = 0.5
+from trtpipe.engines import threads
+
 # Seconds that work has for its end after a signal.
 END_SECONDS = 1.0
 # Seconds between two calls of `stop`: work may begin another request meanwhile.
@@ -25,20 +24,10 @@ def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
     Where a signal ends the wait for it (KeyboardInterrupt, Ended), `stop` is called until the work has ended, for
     END_SECONDS at most. Threads that last longer are left: a pool would wait for them, and so would Python's exit.
     """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # The threads that it starts are daemons as it is.
-    threading.Thread(target=run, daemon=True).start()
+    # The threads that it starts are daemons as its own is.
+    [outcome] = threads.begin(lambda call: call(), [work])
     try:
-        while not outcome.done():
-            wait([outcome], LOOK_SECONDS)
-        return outcome.result()
+        return threads.result(outcome)
     except BaseException:
         if not outcome.done():
             _end(outcome, stop)
