@@ -18,6 +18,7 @@ from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource
 from trtpipe.engines.passport import WEIGHTS
 from trtpipe.engines.precision import FLOAT_NAMES, SHORT_NAMES, resolve_precision
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.layers import LORA, Layer
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.run_folder import RunFolder, find_run
@@ -42,6 +43,8 @@ class Migration:
     rows    each setting of the deployment, and what becomes of it
     recipe  the same settings as a build recipe: those that the deployment or the options say
     """
+
+    __repr__ = short_repr("source", "spec")
 
     source: Path
     spec: BuildSpec

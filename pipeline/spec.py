@@ -18,6 +18,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import ModelRef
 from trtpipe.engines.precision import Precision
 from trtpipe.engines.quantization import UNQUANTIZED, Quantization
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.judgement import judge
 from trtpipe.pipeline.sources.calibration import require_length
@@ -42,6 +43,8 @@ class BuildSpec:
     settings       resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
     adapters       names of LoRA adapters, and their folders
     """
+
+    __repr__ = short_repr("target")
 
     model: ModelRef
     gpu: GpuSpec

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.api.arguments import checked
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Built:
     folder  the run folder, ./runs/TARGET, which links to the artefacts
     stages  how each stage was satisfied, in order
     """
+
+    __repr__ = short_repr("target", "folder")
 
     spec: BuildSpec
     folder: Path

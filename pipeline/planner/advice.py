@@ -18,6 +18,7 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import Precision, resolve_precision
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
@@ -204,6 +205,8 @@ class Candidate:
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     """Candidates, the best first: by cost where every price is known, else by tokens per second per GPU."""
+
+    __repr__ = short_repr("question.model", "question.runtime", "priced")
 
     question: Question
     lengths: Lengths

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from trtpipe.engines.short_repr import short_repr
+
 SCHEMA = "trtpipe.proof/1"
 JSON_NAME, HTML_NAME = "proof.json", "proof.html"
 State = Literal["held", "failed", "left out"]
@@ -54,6 +56,8 @@ class Proof:
     refused  precisions that this GPU or runtime does not run, and why
     named    whether the user named the precisions: then one that is refused has failed
     """
+
+    __repr__ = short_repr("model", "runtime", "date")
 
     version: str
     date: str

@@ -12,6 +12,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import load_json
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 from trtpipe.pipeline.store.folders import write_whole
@@ -138,6 +139,8 @@ class Study:
               error, or that is not known; no answer, since no candidate was measured; or interrupted
     price     of the target's GPUs for an hour, if known
     """
+
+    __repr__ = short_repr("target", "state", "folder")
 
     target: str
     question: dict[str, Any]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import Ended, TrtpipeError
+from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.bench.results.metrics import definitions, distributions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
@@ -114,6 +115,8 @@ class BenchReport:
     broken   why the load points after those of `results` were not measured: the server died, for example
     unread_metrics  why metrics pages could not be read, by address
     """
+
+    __repr__ = short_repr("target", "started", "finished")
 
     command: list[str]
     options: dict[str, Any]

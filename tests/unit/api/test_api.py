@@ -89,6 +89,24 @@ def test_settings_say_where_each_is_from() -> None:
     assert trtpipe.BuildOptions.__annotations__.keys() == {*SCALARS, LORA, "recipe", "set"}
 
 
+def test_what_is_returned_has_a_short_repr(tmp_path: Path) -> None:
+    spec = trtpipe.settings(model="smollm2-135m", gpu="cpu", dtype="fp32")
+    shown = "<BuildSpec target='smollm2-135m.cpu.fp32'>"
+    built = trtpipe.Built(spec=spec, folder=Path("runs/a"), stages=())
+    report = trtpipe.BenchReport(command=[], options={}, tokenizer_sha256=None, started="now")
+    proof = trtpipe.Proof(version="1", date="today", machine={}, model="a", runtime="vllm", lanes=(), refused={})
+    advice = trtpipe.plan("llama3-8b", gpu=["h100"], dtype="bf16", tp=[1])
+    assert list(map(repr, (spec, built, report, proof, advice))) == [
+        shown, "<Built target='smollm2-135m.cpu.fp32' folder=PosixPath('runs/a')>",
+        "<BenchReport target=None started='now' finished=''>", "<Proof model='a' runtime='vllm' date='today'>",
+        "<Advice model='llama3-8b' runtime='tensorrt_llm' priced=False>",
+    ]  # fmt: skip
+    migration = trtpipe.Migration(source=Path("a"), spec=spec, rows=(), recipe={})
+    assert repr(migration) == f"<Migration source=PosixPath('a') spec={shown}>"
+    study = trtpipe.Study(target="a", question={}, folder=tmp_path)
+    assert repr(study) == f"<Study target='a' state='interrupted' folder={tmp_path!r}>"
+
+
 def test_settings_that_contradict_each_other_leave_what_was_given_alone() -> None:
     given = {"build": {"max_batch_size": 4}, "build.max_seq_len": 1536}
     assert trtpipe.settings(model="smollm2", gpu="cpu", set=given).build.max_seq_len == 1536
