@@ -1,6 +1,7 @@
 """Supervisor of the gateway's worker processes: starts them together, watches, restarts, replaces and ends them.
 
-Workers read API keys and certificate when they start, so other workers replace them where these files change.
+Workers read API keys and certificate when they start, so other workers replace them where these files change. They
+read the supervisor's copies, so that a worker starts again while a changed file cannot be read.
 
 The supervisor binds the port once for each worker, by SO_REUSEPORT, and the worker listens on that socket. So the port
 is reserved, the kernel distributes the connections, and those that wait to be accepted outlive a worker.
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError
 from trtpipe.engines.json_input import parse_json
@@ -88,6 +90,7 @@ class Gateway:
         self._rows = 0
         self._workers: list[Worker] = []
         self._leaving: list[Worker] = []
+        self._copies: dict[str, io.FileIO] = {}
         # The files as the workers have read them, as the last look found them, and when the next look is due.
         self._read = self._seen = access.stamps(options)
         self._look = 0.0
@@ -98,12 +101,14 @@ class Gateway:
     def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
         """Start the workers and wait until all listen; their output goes to `log`, or where this process's own goes.
 
-        Raises HostError when the port is taken, a worker's own error, or StageFailed.
+        Raises HostError when the port is taken, InputDataError for unusable keys or an unusable certificate, a worker's
+        own error, or StageFailed.
         """
         ports = _bind(options.host, options.port, options.workers)
         options = replace(options, port=ports[0].getsockname()[1])
         gateway = cls(options, ports, log)
         try:
+            gateway._copies = _copy_files(options)
             gateway._workers = gateway._start_workers(options)
         except BaseException:
             gateway.stop()
@@ -168,21 +173,26 @@ class Gateway:
         if now < self._look or self._stopping:
             return
         self._look = now + LOOK_SECONDS
-        before, self._seen = self._seen, access.stamps(self.options)
-        if self._seen == self._read or self._seen != before:  # nothing is new, or is being written
+        last, self._seen = self._seen, access.stamps(self.options)
+        if self._seen == self._read or self._seen != last:  # nothing is new, or is being written
             return
         try:
-            access.check(self.options)
-        except InputDataError as error:
+            copies = _copy_files(self.options)
+        except (InputDataError, OSError) as error:
             self._read = self._seen
             note(f"the gateway keeps the API keys and the certificate that it has read: {error}")
             return
+        before, self._copies = self._copies, copies
         try:
             self.serve_models(self.options.models)
         except (TrtpipeError, OSError) as error:
+            self._copies, before = before, copies
             self._look = now + RETRY_SECONDS
             note(f"the gateway does not take the new API keys or certificate, and tries again soon: {error}")
             return
+        finally:
+            for copy in before.values():
+                copy.close()
         self._read = self._seen
         note("the gateway has read its API keys and certificate again, which had changed")
 
@@ -196,7 +206,8 @@ class Gateway:
         for port in self._ports:  # otherwise connections would wait for workers that have stopped listening
             port.close()
         self._end([*self._workers, *self._leaving])
-        self._counters.close()
+        for memory in (self._counters, *self._copies.values()):
+            memory.close()
 
     def _start_workers(self, options: GatewayOptions) -> list[Worker]:
         """Start workers and wait until all of them listen. Raises a worker's own error, or StageFailed; none of them is
@@ -244,8 +255,10 @@ class Gateway:
     def _spawn(self, options: GatewayOptions, index: int, row: int) -> Worker:
         pipe, tell = os.pipe()
         port, counters = self._ports[index].fileno(), self._counters.fileno()
+        copies = {name: copy.fileno() for name, copy in self._copies.items()}
+        paths: dict[str, Any] = {name: Path(f"/proc/self/fd/{number}") for name, number in copies.items()}
         spec = {
-            "options": options.to_json(), "counters": counters, "row": row, "rows": self._rows,
+            "options": replace(options, **paths).to_json(), "counters": counters, "row": row, "rows": self._rows,
             "port": port, "tell": tell,
         }  # fmt: skip
         log = self._log.open("ab") if self._log else None
@@ -255,7 +268,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                pass_fds=(port, counters, tell),
+                pass_fds=(port, counters, tell, *copies.values()),
                 start_new_session=True,  # the supervisor decides whether to pass on a Ctrl-C
             )
         finally:
@@ -284,6 +297,18 @@ def serve(
     finally:
         gateway.stop()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _copy_files(options: GatewayOptions) -> dict[str, io.FileIO]:
+    """The files of keys and certificate in memory, by the option that names them. Raises InputDataError where they
+    cannot be used, or OSError."""
+    access.check(options)
+    files = {name: getattr(options, name) for name in ("api_keys_file", "tls_cert", "tls_key")}
+    read = {name: file.read_bytes() for name, file in files.items() if file is not None}
+    copies = {name: io.FileIO(os.memfd_create(f"trtpipe-{name}"), "r+") for name in read}
+    for name, copy in copies.items():
+        copy.write(read[name])
+    return copies
 
 
 def _bind(host: str, port: int, count: int) -> list[socket.socket]:

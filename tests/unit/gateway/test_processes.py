@@ -151,7 +151,7 @@ def test_keys_and_a_certificate_that_change_are_those_of_all_workers(folder: Pat
             one: {
                 httpx.get(
                     f"{gateway.url}/v1/models", headers={"authorization": f"Bearer {one}"}, verify=trusting,
-                    trust_env=False,
+                    trust_env=False, timeout=60,
                 ).status_code
                 for _ in range(10)
             }
@@ -172,6 +172,12 @@ def test_keys_and_a_certificate_that_change_are_those_of_all_workers(folder: Pat
         assert told(lambda: mount("3")) == f"{kept}; write one key a line"
         assert gateway.pids == before
         assert accepted() == ["kept", "new"]
+        os.kill(before[0], signal.SIGKILL)
+        while before[0] in gateway.pids:
+            time.sleep(0.05)
+        restarted = gateway.pids
+        assert accepted() == ["kept", "new"]  # the new worker has the keys too
+        assert gateway.pids == restarted
         assert told(lambda: (mount("2"), renewed[0].rename(cert), renewed[1].rename(key))) == again
         assert ssl.get_server_certificate(("127.0.0.1", gateway.options.port)) == cert.read_text()
         assert accepted() == ["kept", "new"]
