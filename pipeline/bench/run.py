@@ -154,8 +154,7 @@ class _Session:
     async def _search(self, number: int, target: Target, search: Search) -> None:
         if self._report.interrupted or self._over:
             return
-        if self._options.work.sessions is not None:
-            search = replace(search, unit="conversations/s")
+        search = replace(search, unit=self._options.work.rate_unit)
         if search.limit_s is not None:
             asyncio.get_running_loop().call_later(search.limit_s, self._end)
 
@@ -170,7 +169,9 @@ class _Session:
                     answered = served(result, self._report.records[-1])
                     return result, search.trial(result.slo, result.stopped is not None, answered)
             reason = result.verdict["reasons"][0]
-            raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
+            raise Unmeasurable(
+                f"at {self._options.work.label(load)} the client was the limit: {reason['what']}, {reason['why']}"
+            )
 
         async def at(rate: float, repeat: int) -> Trial:
             try:
@@ -220,8 +221,9 @@ class _Session:
         if beside.unread and target.metrics_url is not None:
             self._report.unread_metrics[target.metrics_url] = beside.unread
         result = evaluate(
-            load, driven, protocol=target.protocol, objectives=self._options.objectives, repeat=repeat, beside=beside
-        )
+            load, driven, protocol=target.protocol, label=self._options.work.label(load),
+            objectives=self._options.objectives, repeat=repeat, beside=beside,
+        )  # fmt: skip
         self._report.results.append(result)
         self._report.records.append(driven.records)
         self._report.distinct = driven.distinct
@@ -277,7 +279,7 @@ class _Watching:
         """`part`: share of the load that is sent."""
         self._progress = progress
         self._protocol = protocol
-        self._label = load.label
+        self._label = work.label(load)
         # The load gives the number of conversations, not the number of their turns.
         total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
         self._total = None if total is None else round(total * part)

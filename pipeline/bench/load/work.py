@@ -10,6 +10,7 @@ from typing import Any
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.lengths import MOST_TOKENS, Distribution, parse
 from trtpipe.pipeline.bench.load.lines import shown
+from trtpipe.pipeline.bench.load.loads import Load
 from trtpipe.pipeline.bench.load.prompt_files import check_options
 
 DEFAULT_TOKENS = 64
@@ -115,6 +116,15 @@ class Work:
         lengths = [one for one in (*self.lengths(), *(self.turns() or ())) if one is not None]
         found = [self.folder / source for source in sources] + [file for one in lengths for file in one.files]
         return tuple(dict.fromkeys(file.absolute() for file in found))
+
+    @property
+    def rate_unit(self) -> str:
+        """What the rate of an open loop counts: with sessions the first turns alone."""
+        return "requests/s" if self.sessions is None else "conversations/s"
+
+    def label(self, load: Load) -> str:
+        """Label of a load point of this load."""
+        return load.label.replace("requests/s", self.rate_unit)
 
     def turns(self) -> tuple[Distribution, Distribution, Distribution | None] | None:
         """Distributions of turns, think times and later user texts; None without sessions. Raises UsageError."""

@@ -229,7 +229,7 @@ class LoadPointRun:
 
 
 def evaluate(
-    load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
+    load: Load, driven: Driven, *, protocol: str, label: str, objectives: Sequence[Objective] = (), repeat: int = 0,
     beside: ServerMonitor | None = None,
 ) -> LoadPointResult:  # fmt: skip
     """Judge a load point. `beside` is the monitor that ran during it."""
@@ -256,7 +256,7 @@ def evaluate(
         window,
         check,
         protocol=protocol,
-        label=load.label,
+        label=label,
         load=load.entry(),
         repeat=repeat,
         cut=driven.cut,

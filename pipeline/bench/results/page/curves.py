@@ -100,8 +100,10 @@ def against_load(runs: Sequence[Run]) -> list[Figure]:
     )
     out = []
     for one in dict.fromkeys(kind(point) for run in runs for point in run.points):
+        told = {str(point["label"]).rpartition(" ")[2] for run in runs for point in run.points if kind(point) == one}
+        unit = "Conversations/s" if told == {"conversations/s"} else "Requests/s"
         x = Quantity(
-            label="Requests in flight" if one == "closed loop" else "Requests/s asked for",
+            label="Requests in flight" if one == "closed loop" else f"{unit} asked for",
             of=lambda _, point, one=one: amount(point) if kind(point) == one else None,  # type: ignore[misc]
         )
         out += [_figure(f"{name} against load, {one}", runs, x, y) for name, y in quantities]

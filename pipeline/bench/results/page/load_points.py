@@ -19,7 +19,7 @@ def named(point: LoadPoint) -> str:
 
 
 def amount(point: LoadPoint) -> float | None:
-    """Requests in flight of a closed loop, requests/s of an open one; None where another tool does not say."""
+    """Requests in flight of a closed loop, the rate of an open one; None where another tool does not say."""
     load = point["load"]
     value = load.get("concurrency") if load["kind"] == "closed" else load.get("rate")
     return value if isinstance(value, (int, float)) else None

@@ -15,7 +15,7 @@ from tests.unit.bench.results.test_page import Page, figures, marks
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.importers import read_report
 from trtpipe.pipeline.bench.compare.page import render
-from trtpipe.pipeline.bench.results.page.curves import Run, against_latency
+from trtpipe.pipeline.bench.results.page.curves import Run, against_latency, against_load
 from trtpipe.pipeline.cli import app as cli
 
 
@@ -76,6 +76,14 @@ def test_throughput_is_of_a_gpu_where_every_report_says_how_many() -> None:
     assert [curve["y"] for curve in drawn.charts[0]["curves"]] == [[300], [300]]
     cpu = Run(name="B", report=report([found], target="m.cpu.fp32", engine={"gpu": "cpu", "tp_size": 1, "pp_size": 1}))
     assert against_latency([cpu])[-1].title == "Throughput of the server against speed of one client"
+
+
+@pytest.mark.parametrize(("unit", "axis"), [("requests/s", "Requests/s"), ("conversations/s", "Conversations/s")])
+def test_the_load_of_conversations_is_drawn_in_conversations(unit: str, axis: str) -> None:
+    points = [load_point(lines(20, seed=1), rate=rate, label=f"{rate:g} {unit}") for rate in (2.0, 4.0)]
+    drawn = against_load([Run(name="", report=report(points))])
+    assert drawn
+    assert all(f"{axis} asked for" in str(one) for one in drawn)
 
 
 def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_an_interrupt_while_connections_are_made_is_not_lost(
     loop.run_until_complete(point.prepare())
     loop.run_until_complete(point.drive())
     driven = point.collect(len)
-    result = evaluate(load, driven, protocol="grpc")
+    result = evaluate(load, driven, protocol="grpc", label=load.label)
     assert sender.started == []
     assert result.interrupted
     assert result.window_s is None

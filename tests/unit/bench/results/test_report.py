@@ -343,6 +343,21 @@ def test_a_search_with_conversations_counts_conversations(
     assert found.to_json()["unit"] == "conversations/s"
 
 
+def test_the_rate_of_a_load_of_conversations_is_told_in_conversations(
+    known: MockServerProcess, tokenizer: Path
+) -> None:
+    work = Work(input_tokens=8, output_tokens=2, sessions=Sessions(turns=2))
+    stages = Staged(stages=(Stage(duration_s=0.2, start=20, end=20),))
+    seen: list[Progress] = []
+    options = BenchOptions(
+        targets=(target(known, "grpc"),), tokenizer=tokenizer, loads=(Open(rate=20, duration_s=0.2), stages), work=work,
+    )  # fmt: skip
+    report = run(options, None, seen.append)
+    labels = ["20 conversations/s", "1 stages to 20 conversations/s"]
+    assert [result.label for result in report.results] == labels
+    assert list(dict.fromkeys(one.label for one in seen)) == labels
+
+
 @pytest.mark.usefixtures("excused")
 def test_one_worker_of_several_sends_one_request_at_a_time(known: MockServerProcess, tokenizer: Path) -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
