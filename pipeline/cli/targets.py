@@ -39,11 +39,13 @@ def ls(as_json: Json = False) -> None:
 def rm(
     targets: Annotated[list[str], typer.Argument(help="Targets in ./runs.")],
     gc: Annotated[bool, typer.Option("--gc", help="Also delete artefacts that no run refers to.")] = False,
+    studies: Annotated[bool, typer.Option("--studies", help="Also delete what `tune` measured for them.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove targets from ./runs.
 
-    Their artefacts stay in the store until `trtpipe gc`, or with --gc they go too. A target that is served stays.
+    Their artefacts stay in the store until `trtpipe gc`, or with --gc they go too. A target that is served
+    stays, and so does one for which `tune` has measured candidates, unless --studies is given.
 
     \b
     Examples:
@@ -56,7 +58,7 @@ def rm(
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
     store = own_store()
-    removed = remove_targets(targets, store)
+    removed = remove_targets(targets, store, studies=studies)
     if not as_json:
         console.result(*(f"removed {name}" for name in removed))
     garbage = find_garbage(store, references)

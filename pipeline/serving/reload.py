@@ -46,10 +46,11 @@ def reload_models(
 def _reload(store: Store, server: Server, target: str | None, *, allow_model_code: bool) -> tuple[Server, list[Served]]:
     if server.native:
         raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
+    sources = {one.name: _source(one) for one in server.served}
     if target is None:
-        fresh = {one.name: find_repository(_source(one)) for one in server.served}
+        fresh = {name: find_repository(source) for name, source in sources.items()}
     else:
-        known = [_source(one) for one in server.served if one.target == target and find_run(target) is None]
+        known = [sources[one.name] for one in server.served if one.target == target and find_run(target) is None]
         found = find_repository(known[0] if known else target)
         # A server's only target may be replaced by a target of another name.
         fresh = {server.find(found.name if len(server.served) > 1 else None).name: found}
@@ -163,9 +164,13 @@ def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:
 
 
 def _source(served: Served) -> str:
-    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is; its
-    name where the record is of an earlier version."""
-    return served.name if served.source is None else str(served.source)
+    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is. Raises
+    UsageError where the record names none, as those of 0.1 do: the signal to reload would end its gateway."""
+    if served.source is None:
+        raise UsageError(
+            f"an earlier version of trtpipe started the server of {served.name}", remedy="stop it, and serve it again"
+        )
+    return str(served.source)
 
 
 def _require_same_kind(served: Served, repository: Path) -> Passport:

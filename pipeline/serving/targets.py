@@ -88,12 +88,13 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
     )
 
 
-def remove_targets(names: Sequence[str], store: Store) -> list[str]:
+def remove_targets(names: Sequence[str], store: Store, *, studies: bool = False) -> list[str]:
     """Delete run folders; `trtpipe gc` then drops what only they referred to. Of a link to one the link alone goes.
+    Those that hold what `tune` measured are deleted with `studies` only: there is no other copy of it.
     Returns the names of the targets, and the paths of those outside ./runs.
 
-    Raises UsageError, before anything is deleted, for an unknown target, for one that is served or tuned, and for a
-    folder that trtpipe did not make.
+    Raises UsageError, before anything is deleted, for an unknown target, for one that is served, tuned or holds
+    studies, and for a folder that trtpipe did not make.
     """
     paths = list(dict.fromkeys(_path(name) for name in names))
     servers = running(store)
@@ -107,6 +108,11 @@ def remove_targets(names: Sequence[str], store: Store) -> list[str]:
         if server := _server_of(path, servers):
             raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
         RunFolder(path).require_untuned(store)
+        if not studies and (count := len(list(path.glob("tune/*/")))):
+            raise UsageError(
+                f"{path.name} holds {count} {'study' if count == 1 else 'studies'} of `trtpipe tune`",
+                remedy=f"copy what you need of {path}/tune, and give --studies",
+            )
     for path in paths:
         if path.is_symlink():
             path.unlink()

@@ -348,7 +348,9 @@ def test_a_target_that_is_tuned_is_neither_removed_nor_built_again(machine: Mach
     trtpipe.tune(target, SLO, minutes=1, note=change)
     assert set(refused) == {f"{target} is being tuned; wait until `trtpipe tune` has ended"}
     assert machine.measured
-    assert remove_targets([target], Store(default_home())) == [target]
+    with pytest.raises(trtpipe.UsageError, match=f"{target} holds 1 study of `trtpipe tune`; copy what you need of "):
+        remove_targets([target], Store(default_home()))
+    assert remove_targets([target], Store(default_home()), studies=True) == [target]
 
 
 def test_options_are_judged_while_another_search_runs(machine: Machine, target: str) -> None:

@@ -35,6 +35,7 @@ def lfs_pointer(folder: Path) -> None:
 
 def missing_shard(folder: Path) -> None:
     hf_folder(folder, shards=2)
+    (folder / "model.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.factories import write_passport
 from tests.unit.engines.test_passport import passport
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from trtpipe.pipeline.serving import adapters, model_control, model_links, reload
 from trtpipe.pipeline.serving.gpu_memory import require_room
 from trtpipe.pipeline.serving.ports import Endpoints
@@ -171,6 +171,17 @@ def test_why_a_model_does_not_load_is_explained_as_at_a_start(
     assert failed.value.remedy.endswith(f"; the log is {log}")
     assert (folder / "models" / "tensorrt_llm").readlink() == before
     assert list((folder / "linked").iterdir()) == [before.parent]
+
+
+def test_a_server_of_an_earlier_version_is_not_sent_the_signal_that_would_end_its_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of 0.1 do not say where a target came from."""
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    served = (Served(name="a", repository=write_repository(tmp_path / "old")),)
+    server = Server(name="a", pid=1, log=tmp_path / "log", endpoints=points, served=served)
+    with pytest.raises(UsageError, match="an earlier version of trtpipe started the server of a; stop it, and serve it"):
+        reload._reload(Store(tmp_path / "home"), server, None, allow_model_code=False)
 
 
 def test_models_are_newer_than_what_they_replace_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
