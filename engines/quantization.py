@@ -66,6 +66,11 @@ class Algorithm:
         return self.operands in ("fp8", "fp4") and self.static_input
 
     @property
+    def four_bits(self) -> bool:
+        """Whether a weight's codes have four bits."""
+        return self.scale in ("group", "vector")
+
+    @property
     def fp8_tensors(self) -> bool:
         """Whether weights and inputs are FP8 with one scale each, which TensorRT multiplies without a plugin."""
         return self.operands == "fp8" and self.static_input and self.scale == "tensor"

@@ -10,7 +10,7 @@ import pytest
 
 import trtpipe
 from tests.support.factories import hf_folder
-from trtpipe.pipeline.api.prove import compared, scrubbed
+from trtpipe.pipeline.api.prove import scrubbed
 from trtpipe.pipeline.prove.proof import Proof
 from trtpipe.pipeline.serving.engine_python import beside
 
@@ -73,14 +73,6 @@ def test_what_failed_is_told_with_its_log_and_the_rest_is_left_out(
     failed = proof.lanes[0].steps[1]
     assert "vllm" in failed.told.lower()
     assert str(in_folder) not in (in_folder / "proof" / "proof.json").read_text()
-
-
-def test_answers_are_compared_token_by_token() -> None:
-    told, first = compared([[1, 2, 3], [4, 5], [], [7]], [[1, 2, 9], [4, 5], [], [8]])
-    assert first == 3
-    assert told == (
-        "3 of 4 answers begin with the same token, 2 are the same to the end; 4 of 6 tokens come before they part"
-    )
 
 
 def test_a_report_holds_no_secret_and_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def test_completions_with_echo_give_the_likelihoods_that_verify_computes(
 ) -> None:
     found = lm_eval(
         tmp_path, "local-completions", "capitals",
-        model=served.name, base_url=f"{url}/v1/completions", tokenizer=smollm2_hf, num_concurrent=2,
+        model=served.name, base_url=f"{url}/v1/completions", tokenizer=smollm2_hf, add_bos_token=True,
+        num_concurrent=2,
     )  # fmt: skip
     for metric in ("acc", "acc_norm"):
         ours = verified["capitals", metric]
@@ -73,7 +74,7 @@ def test_completions_give_the_answers_that_verify_scores(
 ) -> None:
     found = lm_eval(
         tmp_path, "local-completions", "capitals_generated",
-        model=served.name, base_url=f"{url}/v1/completions", tokenizer=smollm2_hf,
+        model=served.name, base_url=f"{url}/v1/completions", tokenizer=smollm2_hf, add_bos_token=True,
     )  # fmt: skip
     ours = verified["capitals_generated", "exact_match"]
     assert found["exact_match,first word"] == pytest.approx(ours["quantized"])

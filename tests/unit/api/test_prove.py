@@ -16,6 +16,7 @@ import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.api import prove
 from trtpipe.pipeline.cli.prove import prove as command
 from trtpipe.pipeline.prove import page
@@ -177,3 +178,44 @@ def test_the_speed_is_beside_that_of_the_engine_s_own_ranks() -> None:
     released = {name: planned(runtime="trtllm_pytorch", toolchain=name) for name in ("1.1.0", "1.2.1")}
     assert released["1.1.0"] != released["1.2.1"]
     assert planned(pp=2) == {}
+
+
+def test_answers_are_compared_token_by_token() -> None:
+    found = prove.compared([[1, 2, 3], [4, 5], [], [7]], [[1, 2, 9], [4, 5], [], [8]])
+    assert found.describe() == (
+        "3 of 4 answers begin with the same token, 2 of these 2 go on with the same, 2 are the same to the end, "
+        "0 are cut; 4 of 6 tokens come before they part"
+    )
+    assert found.failure(prove.SECOND_TOKENS) == ""
+
+
+REFERENCE = [[n, *range(100, 131)] for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "four_bits", "told"),
+    [
+        (REFERENCE, False, ""),
+        ([[9, *one[1:]] for one in REFERENCE], False, "does not compute as the reference runtime does"),
+        ([[], *REFERENCE[1:]], False, ""),
+        ([[]] * 8, True, "does not compute as the reference runtime does"),
+        # What the prompt's step computes is right, and what follows is not.
+        ([[one[0]] + [9] * 31 for one in REFERENCE], False, "and not the tokens after them"),
+        ([[one[0]] + [9] * 31 for one in REFERENCE], True, "and not the tokens after them"),
+        ([one[:1] for one in REFERENCE], True, "and not the tokens after them"),
+        ([*REFERENCE[:3], *([one[0]] + [9] * 31 for one in REFERENCE[3:])], False, "and not the tokens after them"),
+        ([*REFERENCE[:3], *([one[0]] + [9] * 31 for one in REFERENCE[3:])], True, ""),
+        ([one[:20] for one in REFERENCE], False, "answers are cut"),
+        # The text of the same tokens may be read as others.
+        ([one[:30] for one in REFERENCE], False, ""),
+    ],
+)  # fmt: skip
+def test_answers_hold_when_they_begin_go_on_and_end_as_the_reference_runtime_s(
+    monkeypatch: pytest.MonkeyPatch, answers: list[list[int]], four_bits: bool, told: str
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.api.serve.serve", lambda *given, **more: nullcontext())
+    monkeypatch.setattr(prove, "_answers", lambda client: REFERENCE)
+    algo = QuantAlgo.NVFP4 if four_bits else QuantAlgo.FP8
+    spec: Any = SimpleNamespace(quantization=Quantization(quant_algo=algo))
+    with nullcontext() if not told else pytest.raises(StageFailed, match=f"{told}: . of 8 answers begin"):
+        prove._compared(answers, Path("x"), spec, 600)
