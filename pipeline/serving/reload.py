@@ -164,8 +164,8 @@ def _gateway_models(server: Server, folder: Path) -> tuple[ServedModel, ...]:
 
 
 def _source(served: Served) -> str:
-    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is. Raises
-    UsageError where the record names none, as those of 0.1 do: the signal to reload would end its gateway."""
+    """Argument of `find_repository` for a served target: the folder it came from, whatever the current folder is.
+    Raises UsageError where the record names none, as those of 0.1 do: the signal to reload would end its gateway."""
     if served.source is None:
         raise UsageError(
             f"an earlier version of trtpipe started the server of {served.name}", remedy="stop it, and serve it again"
