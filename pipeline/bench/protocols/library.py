@@ -18,7 +18,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.options import is_local
 from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S
 from trtpipe.pipeline.bench.protocols.h2_sender import parse_address
-from trtpipe.pipeline.bench.protocols.http1 import SSE_DATA, error_text
+from trtpipe.pipeline.bench.protocols.http1 import AT_ONCE, SSE_DATA, error_text
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.triton_grpc import CallRefused
 from trtpipe.pipeline.net.h2.triton import STREAM_INFER
@@ -73,9 +73,6 @@ class _TaskSender:
 
     def described(self) -> dict[str, Any]:
         return {"transport": "tritonclient", "stamps": "library", "known_error": KNOWN_ERROR}
-
-    async def warm(self, calls: int) -> None:
-        """Does nothing: the library connects on its own."""
 
     def start(self, batch: Sequence[InFlightRequest]) -> None:
         for in_flight in batch:
@@ -133,6 +130,9 @@ class GrpcAioSender(_TaskSender):
             raise CallRefused(f"{error.code().name}: {error.details()}") from None
         return answer
 
+    async def warm(self, calls: int) -> None:
+        """Does nothing: the one connection of the channel was opened by `ask`."""
+
     async def close(self) -> None:
         await super().close()
         await self._channel.close()
@@ -170,6 +170,7 @@ class HttpxSender(_TaskSender):
         import httpx
 
         super().__init__()
+        self._site = site
         self._client = httpx.AsyncClient(
             base_url=site.origin,
             mounts=_unproxied(site.origin),
@@ -177,6 +178,34 @@ class HttpxSender(_TaskSender):
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
             timeout=None,  # the driver enforces the time limits
         )
+
+    async def warm(self, calls: int) -> None:
+        """Ask for a page on each of this many connections at once, whatever the answer is: httpx opens none without a
+        request. A proxy or server that refuses the page, or closes the connection after it, fails no load point."""
+        import httpx
+
+        def page() -> httpx.Request:
+            return self._client.build_request(
+                "GET", self._site.path or "/", headers=dict(self._site.headers), timeout=CONNECT_TIMEOUT_S
+            )
+
+        held: list[httpx.Response] = []
+        try:
+            for begun in range(0, calls, AT_ONCE):
+                some = min(AT_ONCE, calls - begun)
+                # An answer that nobody has read yet keeps its connection busy, so that the next request opens another.
+                answers = await asyncio.gather(
+                    *(self._client.send(page(), stream=True) for _ in range(some)), return_exceptions=True
+                )
+                held += [one for one in answers if isinstance(one, httpx.Response)]
+                for error in answers:
+                    if isinstance(error, httpx.ConnectError):
+                        raise HostError(f"{self._site.url} takes no connections any more", why=str(error)) from None
+                    if isinstance(error, BaseException) and not isinstance(error, httpx.TransportError):
+                        raise error
+        finally:
+            # A connection whose answer has been read stays open.
+            await asyncio.gather(*(one.aread() for one in held), return_exceptions=True)
 
     async def close(self) -> None:
         await super().close()
@@ -189,9 +218,16 @@ class HttpxSender(_TaskSender):
         first, *lines = head.decode().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)
         del headers["Host"], headers["Content-Length"]  # httpx writes its own headers
-        request = self._client.build_request("POST", first.split(" ")[1], content=body, headers=headers)
+
+        async def trace(event: str, details: object) -> None:
+            # Connecting, TLS and a proxy's CONNECT come before: the last headers to be sent are the request's own.
+            if event == "http11.send_request_headers.started":
+                in_flight.sent_ns = monotonic_ns()
+
+        request = self._client.build_request(
+            "POST", first.split(" ")[1], content=body, headers=headers, extensions={"trace": trace}
+        )
         in_flight.mark = SSE_DATA
-        in_flight.sent_ns = monotonic_ns()
         try:
             response = await self._client.send(request, stream=True)
             try:
