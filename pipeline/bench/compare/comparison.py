@@ -331,9 +331,12 @@ def _outcome(
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
         for one in needed:
-            (count, share), kind = sides[one].unknown(place.load_points[one], metric), find(metric)
+            measured, failed, unknown, share = sides[one].missing(place.load_points[one], metric)
+            kind = find(metric)
             if kind is not None and share > spared(condition.statistic, kind):
-                return None, f"cannot be judged: the {kind.short} of {count} requests of {one} is unknown"
+                why = [f"{failed} of {measured} requests of {one} failed"] if failed else []
+                why += [f"the {kind.short} of {unknown} requests of {one} is unknown"] if unknown else []
+                return None, f"cannot be judged: {' and '.join(why)}"
         values = [sides[x].value(place.load_points[x], metric, condition.statistic) for x in needed]
         base, value = values[0], values[-1]
         if not condition.relative and value is not None:

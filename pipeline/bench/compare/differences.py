@@ -36,7 +36,8 @@ def differences(reports: Mapping[str, dict[str, Any]], shared: Mapping[str, Coll
     """A line for each difference. `reports` by their letters, and the numbers of the load points that each shares with
     another."""
     return [
-        *_faults(reports), *_measured(reports), *_settings(reports), *_spans(reports, shared), *_notes(reports),
+        *_faults(reports), *_measured(reports), *_settings(reports), *_spans(reports, shared), *_same_prompts(reports),
+        *_notes(reports),
     ]  # fmt: skip
 
 
@@ -163,6 +164,24 @@ def _is_of(entry: dict[str, Any], load: dict[str, Any]) -> bool:
 def _span(loads: Sequence[dict[str, Any]], key: str) -> Any:
     values = {"none" if load.get(key) is None else json.dumps(_plain(load[key])): load.get(key) for load in loads}
     return next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
+
+
+def _same_prompts(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """Runs that sent the prompts of one seed to one address, as far as the reports show nothing else to be served."""
+    asked: dict[str, dict[Any, str]] = {}
+    for letter, report in reports.items():
+        work, urls = report["options"].get("work"), [entry.get("url") for entry in report["endpoints"]]
+        if isinstance(work, dict) and not work.get("prompts") and not work.get("sharegpt") and all(urls):
+            same = [urls, report.get("seed"), work, *(report.get(key) for key in ("engine", "repository_sha256"))]
+            # A report beside itself is one run.
+            asked.setdefault(json.dumps(same, sort_keys=True), {})[report.get("started")] = letter
+    for runs in asked.values():
+        if len(runs) > 1:
+            *some, last = runs.values()
+            yield (
+                f"{', '.join(some)} and {last} sent the same prompts to the same address: a server that keeps KV "
+                "blocks, and was not started again in between, answers the later run faster; take another --seed for it"
+            )
 
 
 def _objectives(value: Any) -> Any:

@@ -90,17 +90,17 @@ class Side:
         found = [self.load_points[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
         return None if not found or None in found else sum(found) / len(found)
 
-    def unknown(self, numbers: Sequence[int], metric: str) -> tuple[int, float]:
-        """(number of requests whose values of the metric nobody tells, their largest share in a repeat); zeros in a
-        report that does not say."""
-        points = [self.load_points[number] for number in numbers]
-        counts = [point.get("unknown_requests", {}).get(metric, 0) for point in points]
-        shares = [
-            count / (point["requests"].get("measured") or count)
-            for count, point in zip(counts, points, strict=True)
-            if count
-        ]
-        return sum(counts), max(shares, default=0.0)
+    def missing(self, numbers: Sequence[int], metric: str) -> tuple[int, int, int, float]:
+        """(number of measured requests, of those that failed, and of those whose values of the metric nobody tells; the
+        largest share of both in a repeat); zeros in a report that does not say."""
+        counts = []
+        for number in numbers:
+            point = self.load_points[number]
+            failed, unknown = point["requests"].get("failed") or 0, point.get("unknown_requests", {}).get(metric, 0)
+            counts.append((point["requests"].get("measured") or failed + unknown, failed, unknown))
+        share = max(((failed + unknown) / measured for measured, failed, unknown in counts if measured), default=0.0)
+        measured, failed, unknown = map(sum, zip(*counts, strict=True))
+        return measured, failed, unknown, share
 
     def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
         """The value over resamples; None where it cannot be computed from the requests."""

@@ -491,6 +491,27 @@ def test_every_difference_of_the_runs_is_said(tmp_path: Path, changes: dict[str,
     assert told.startswith(says)
 
 
+def test_the_same_prompts_sent_again_to_one_server_are_said(tmp_path: Path) -> None:
+    """A server that keeps KV blocks has them from the first run."""
+
+    def run_of(name: str, url: str = "http://host:8000", seed: int = 0, **changes: Any) -> Path:
+        whole = {"endpoints": [{"protocol": "http", "url": url}], "seed": seed, "started": name}
+        options = {"work": {"input_tokens": 16, "prompts": None, **changes}}
+        return save(tmp_path / name, report([load_point(lines(20, seed=1))], **whole, options=options))
+
+    a, b, c = run_of("a"), run_of("b"), run_of("c")
+    said = (
+        "A, B and C sent the same prompts to the same address: a server that keeps KV blocks, and was not started "
+        "again in between, answers the later run faster; take another --seed for it"
+    )
+    assert compare([a, b, c]).warnings == (said,)
+    assert compare([a, a]).warnings == ()
+    assert compare([a, run_of("d", url="http://other:8000")]).warnings == ()
+    assert [line[:5] for line in compare([a, run_of("e", seed=1)]).warnings] == ["seed:"]
+    files = [run_of(name, prompts="/some.jsonl") for name in "fg"]
+    assert compare(files).warnings == ()
+
+
 @pytest.mark.parametrize(
     ("objectives", "says"),
     [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bench_reports import GOOD, LATE, lines, load_point, report, save, saved
+from tests.support.bench_reports import GOOD, LATE, failed, lines, load_point, report, save, saved
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.conditions import Kind, parse
@@ -164,6 +164,22 @@ def test_a_condition_on_itl_is_not_judged_by_the_few_requests_whose_itl_is_known
     assert [one.fired for one in compare([old, a], fail_if=["p99_itl > 1.1x"]).judgements] == [False]
     turned = compare([b, a], fail_if=["p99_itl > 1.1x", "p50_itl > 1s"])
     assert [one.fired for one in turned.judgements] == [None, False]
+
+
+def test_a_condition_is_not_judged_by_the_few_requests_that_succeeded(tmp_path: Path) -> None:
+    """The gate passed where a server refused the half of the load: the rest was as fast as before."""
+    requests = lines(20, seed=1)
+    half = [line if number % 2 else failed(number, line["sent_ns"] / 1e6) for number, line in enumerate(requests)]
+    a, b = save(tmp_path / "a", report([load_point(requests)])), save(tmp_path / "b", report([load_point(half)]))
+    found = compare([a, b], fail_if=["p99_ttft > 9x", "p50_ttft > 9x", "mean_latency > 9s", "throughput < 0.01x"])
+    assert [one.fired for one in found.judgements] == [None, False, None, False]
+    assert found.judgements[0].told == "B at grpc, 1 in flight cannot be judged: 10 of 20 requests of B failed"
+    assert [one.fired for one in compare([b, a], fail_if=["p99_ttft > 9x"]).judgements] == [None]
+    both = load_point(half, unknown_requests={"inter_token_latency": 4}, token_count_source="usage")
+    (told,) = compare([a, save(tmp_path / "c", report([both]))], fail_if=["p50_itl > 9x"]).judgements
+    assert told.told.endswith(
+        "cannot be judged: 10 of 20 requests of B failed and the ITL of 4 requests of B is unknown"
+    )
 
 
 def test_a_condition_on_itl_leaves_as_many_requests_unknown_as_an_objective_does(tmp_path: Path) -> None:
