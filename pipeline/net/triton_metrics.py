@@ -130,6 +130,10 @@ GENERAL = "nv_trt_llm_general_metrics"
 SPECULATION = "trtpipe_speculation"
 INPUT_TOKENS, OUTPUT_TOKENS = "nv_llm_input_token_len", "nv_llm_output_token_len"
 ENGINE = (REQUESTS, KV_BLOCKS, INPUT_TOKENS, OUTPUT_TOKENS)
+# Of vLLM's own server, as its V1 engine publishes them; the parser leaves out a counter's suffix _total.
+VLLM_RUNNING, VLLM_WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+VLLM_TOKENS, VLLM_KV = "vllm:generation_tokens", "vllm:kv_cache_usage_perc"
+VLLM = (VLLM_RUNNING, VLLM_WAITING, VLLM_TOKENS, VLLM_KV)
 
 # Most bytes and lines of a page, and bytes of a line: a server with a hundred models has a tenth of that. The parser
 # takes quadratic time for a long line, and some 30 microseconds for a short one.
@@ -188,6 +192,11 @@ class Scrape:
         found = self.find(family, part, **labels)
         # No quantity here is negative, but TensorRT-LLM's waiting requests (active minus scheduled) can be: cut at 0.
         return _finite(max(0.0, sum(sample.value for sample in found))) if found else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything can be derived from it: whether Triton, TensorRT-LLM or vLLM has written it."""
+        return any(sample.family in KNOWN or sample.family in VLLM for sample in self.samples)
 
     def values(self, label: str, *families: str) -> list[str]:
         """All values of a label, in these families or in any."""
@@ -369,7 +378,10 @@ def derive(before: Scrape | None, after: Scrape) -> Figures:
         seconds=change.seconds,
         restarted=tuple(sorted(restarted)),
         models=tuple(_model(change, name) for name in after.values("model", "nv_inference_request_success")),
-        engines=tuple(_of_engine(change, name) for name in after.values("model", *ENGINE)),
+        engines=(
+            *(_of_engine(change, name) for name in after.values("model", *ENGINE)),
+            *(_of_vllm(change, name) for name in after.values("model_name", *VLLM)),
+        ),
         gpus=tuple(_gpus(after)),
     )
 
@@ -445,6 +457,22 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
         tokens_per_step=None if gained is None else 1 + gained,
         draft_acceptance=_ratio(drafts("accepted_draft_tokens"), drafts("draft_tokens")),
     )
+
+
+def _of_vllm(change: Change, model: str) -> EngineFigures:
+    """Figures of vLLM's own server: it counts tokens while answers are made, and tells its KV cache's share alone."""
+    after = change.after
+    used = [sample.value for sample in after.find(VLLM_KV, model_name=model)]  # one of each rank of data parallelism
+    found: dict[str, Any] = {
+        **dict.fromkeys(EngineFigures.__dataclass_fields__),
+        "model": model,
+        "output_tokens": after.total(VLLM_TOKENS, model_name=model),
+        "output_tokens_per_s": change.rate(VLLM_TOKENS, model_name=model),
+        "in_flight": after.total(VLLM_RUNNING, model_name=model),
+        "waiting": after.total(VLLM_WAITING, model_name=model),
+        "kv_fraction": max(used, default=None),
+    }
+    return EngineFigures(**found)
 
 
 def _gpus(after: Scrape) -> Iterator[GpuFigures]:

@@ -42,11 +42,14 @@ SERVER_METRICS = {
 
 
 def require_metrics(url: str) -> None:
-    """Raises HostError where no metrics can be read at `url`: without them the server's figures would be missing."""
+    """Raises HostError where no known metrics can be read at `url`: the server's figures would be missing."""
     page, trouble = _read_page(url)
     if page is not None:
         found = _parse((0, page))
-        trouble = "" if found is not None and found.samples else "its page has no Prometheus metrics"
+        if found is None or not found.samples:
+            trouble = "its page has no Prometheus metrics"
+        elif not found.is_known:
+            trouble = "its page has none of the metrics of Triton, TensorRT-LLM's backend or vLLM, which are read"
     if trouble:
         raise HostError(
             f"no metrics could be read from {url}",
@@ -200,11 +203,12 @@ def _moment(figures: Figures) -> dict[str, float | None]:
 
     engines, gpus = figures.engines, figures.gpus
     used, most = total([engine.kv_used for engine in engines]), total([engine.kv_max for engine in engines])
+    fullest = max((engine.kv_fraction for engine in engines if engine.kv_fraction is not None), default=None)
     return {
         "in_flight": total([engine.in_flight for engine in engines]),
         "waiting": total([engine.waiting for engine in engines]),
         "tokens_per_s": total([engine.output_tokens_per_s for engine in engines]),
-        "kv_fraction": used / most if used is not None and most else None,
+        "kv_fraction": used / most if used is not None and most else fullest,  # vLLM tells no blocks
         "gpu_utilization": total([gpu.utilization for gpu in gpus]),
         "gpu_memory_bytes": total([gpu.memory_used_bytes for gpu in gpus]),
         "gpu_power_w": total([gpu.power_w for gpu in gpus]),

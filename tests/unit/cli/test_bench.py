@@ -240,3 +240,13 @@ def test_a_page_without_metrics_is_told_before_the_load(page: bytes, monkeypatch
     monkeypatch.setattr(server, "_read_page", lambda url: (page, ""))
     with pytest.raises(HostError, match="no metrics could be read from http://h/x: its page has no Prometheus metrics"):
         server.require_metrics("http://h/x")
+
+
+def test_a_page_of_metrics_that_nobody_reads_is_told_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "# TYPE {0} gauge\n{0} 1\n"
+    monkeypatch.setattr(server, "_read_page", lambda url: (page.format("sglang:num_running_reqs").encode(), ""))
+    with pytest.raises(HostError, match=r"its page has none of the metrics of Triton, .* or vLLM, which are read"):
+        server.require_metrics("http://h/x")
+    for known in ("vllm:num_requests_running", "nv_gpu_utilization"):
+        monkeypatch.setattr(server, "_read_page", lambda url, name=known: (page.format(name).encode(), ""))
+        server.require_metrics("http://h/x")

@@ -34,10 +34,11 @@ _GPUS = {
 # Time series likewise: title of the panel, and factor.
 _SERIES = {
     "in_flight": ("Requests in flight", 1.0), "waiting": ("Requests waiting", 1.0),
-    "tokens_per_s": ("Output tokens/s, counted when a request ends", 1.0), "kv_fraction": ("KV cache in use, %", 100.0),
-    "gpu_utilization": ("GPUs busy, %, sum", 100.0), "gpu_memory_bytes": ("GPU memory, GiB", _GIB),
-    "gpu_power_w": ("GPU power, W", 1.0), "utilization": ("GPU busy, %", 1.0), "memory": ("GPU memory, GiB", _GIB),
-    "power": ("GPU power, W", 1.0), "sm_clock": ("SM clock, MHz", 1.0),
+    "tokens_per_s": ("Output tokens/s, by Triton counted when a request ends", 1.0),
+    "kv_fraction": ("KV cache in use, %", 100.0), "gpu_utilization": ("GPUs busy, %, sum", 100.0),
+    "gpu_memory_bytes": ("GPU memory, GiB", _GIB), "gpu_power_w": ("GPU power, W", 1.0),
+    "utilization": ("GPU busy, %", 1.0), "memory": ("GPU memory, GiB", _GIB), "power": ("GPU power, W", 1.0),
+    "sm_clock": ("SM clock, MHz", 1.0),
 }  # fmt: skip
 
 

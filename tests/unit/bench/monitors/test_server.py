@@ -57,6 +57,37 @@ def test_a_load_point_by_the_server_s_own_word() -> None:
     assert (model["queue_ms"], model["compute_ms"]) == pytest.approx((0.2, 2.0))
 
 
+def test_a_load_point_by_the_word_of_vllm_s_own_server() -> None:
+    def vllm(tokens: int, running: int, waiting: int, kv: float) -> bytes:
+        labels = '{engine="0",model_name="m"}'
+        return f"""\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{labels} {running}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{labels} {waiting}
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{labels} {kv}
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{labels} {tokens}
+# TYPE vllm:generation_tokens_created gauge
+vllm:generation_tokens_created{labels} 1.7e+09
+""".encode()
+
+    said = summarise(
+        [(10 * SECOND, vllm(500, 0, 0, 0)), (12 * SECOND, vllm(900, 4, 2, 0.25)), (13 * SECOND, vllm(1100, 1, 0, 0.1))],
+        600,
+        10 * SECOND,
+    )
+    assert said is not None
+    assert said["output_tokens"] == {"server": 600, "client": 600, "agree": True}
+    series = {name: said["series"][name] for name in ("in_flight", "waiting", "tokens_per_s", "kv_fraction")}
+    assert series == {
+        "in_flight": [4.0, 1.0], "waiting": [2.0, 0.0], "tokens_per_s": [200.0, 200.0], "kv_fraction": [0.25, 0.1],
+    }  # fmt: skip
+    assert ([one["model"] for one in said["engines"]], said["models"]) == (["m"], [])
+
+
 def test_the_last_page_makes_no_rate_over_a_moment() -> None:
     pages = [(at * SECOND // 1000, page(tokens)) for at, tokens in ((0, 0), (1000, 16), (2000, 32), (2010, 72))]
     said = summarise(pages, 72, 0)
