@@ -91,8 +91,11 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     _require_runnable(found, runtime)
     spec = resolve(found)
     _require_same_model(deployment, spec)
+    recipe, source = _merged(found), spec.model.source
+    if isinstance(source, FolderSource | GgufSource):
+        recipe["model"] = source.path  # the recipe may be built from another folder
     return Migration(
-        source=deployment.engine.path, spec=spec, recipe=_merged(found),
+        source=deployment.engine.path, spec=spec, recipe=recipe,
         rows=(*_target_rows(deployment, spec), *_overruled(rows, spec)),
     )  # fmt: skip
 

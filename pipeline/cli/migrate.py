@@ -155,4 +155,6 @@ def _recipe(found: Migration) -> str:
                 became = f" -> {_becomes(row)}" if row.becomes else ""
                 value = "" if row.value is None else f" {words(row.value)}"
                 lines.append(f"#   {row.place}: {row.setting}{value}{became}: {row.why}")
-    return "\n".join(lines) + "\n" + yaml.safe_dump(found.recipe, sort_keys=False)
+    # A value of a foreign repository that breaks its line would be a setting of the recipe.
+    heads = ["".join(letter if letter.isprintable() else " " for letter in line) for line in lines]
+    return "\n".join(heads) + "\n" + yaml.safe_dump(found.recipe, sort_keys=False)

@@ -71,11 +71,13 @@ def test_a_template_with_an_engine_from_elsewhere(nvidia: Path) -> None:
             "kv_cache_free_gpu_mem_fraction": 0.9, "exclude_input_in_output": True, "enable_chunked_context": True,
             "triton_max_batch_size": 8, "decoupled": True, "preprocessing_instance_count": 1, "bls_instance_count": 1,
         },
-        "model": "tiny", "gpu": "h100", "runtime": "vllm",
+        "model": str(Path("tiny").absolute()), "gpu": "h100", "runtime": "vllm",
     }  # fmt: skip
     assert {value.name: value.source for value in found.spec.values}["build.max_batch_size"] == "the engine"
     assert not Path("runs").exists()
-    assert trtpipe.settings(recipe=_written(found.recipe)).settings == found.spec.settings
+    again = trtpipe.settings(recipe=_written(found.recipe))
+    assert {**again.settings, "model": "tiny"} == found.spec.settings
+    assert again.target == found.spec.target
 
 
 def test_adapters_of_a_target_come_along(in_folder: Path, nvidia: Path, tmp_path: Path) -> None:
