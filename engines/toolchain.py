@@ -31,11 +31,13 @@ class Sampler:
     ignores  sampling options, as SamplingParams names them, that it accepts without an effect
     instead  arguments of `LLM` that choose the sampler with all options, which does not draft; empty without one
     drawn_log_probs  whether it gives the log-probability of a token that it draws, and not of the likeliest alone
+    guided_drafts  whether guided decoding goes with drafts; where it does not, `LLM` does not start with both
     """
 
     ignores: tuple[str, ...] = ()
     instead: dict[str, Any] = field(default_factory=dict)
     drawn_log_probs: bool = True
+    guided_drafts: bool = True
 
     @property
     def draws(self) -> bool:

@@ -69,7 +69,8 @@ def place_llmapi(
 ) -> dict[str, Any]:
     """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt.
 
-    The model has no inputs for what the release's `sampler` ignores, so that a request with such an option is refused.
+    The model has no inputs for what the release's `sampler` ignores, nor for guides where it does not start with them,
+    so that a request with such an option is refused.
     Where it never draws, the release's other sampler is chosen. A parameter tells the gateway that drawn tokens have
     no log-probabilities.
     """
@@ -86,7 +87,9 @@ def place_llmapi(
     for name, content in ((SETTINGS, settings), (FILE, alone)):
         (version / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     by_default = _samples_by_default(settings, sampler)
-    ignored = {f"sampling_param_{name}" for name in sampler.ignores} if by_default else ()
+    ignored = {f"sampling_param_{name}" for name in sampler.ignores} if by_default else set()
+    if "guided_decoding_backend" not in settings:
+        ignored |= {"guided_decoding_guide_type", "guided_decoding_guide"}
     return {
         "decoupled": serving.decoupled,
         "inputs": tuple(tensor for tensor in INPUTS if tensor.name not in ignored),
@@ -125,16 +128,18 @@ def _settings(engine: dict[str, Any], serving: ServingConfig, sampler: Sampler) 
         cache["host_cache_size"] = serving.kv_cache_host_memory_bytes
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
     model = f"{prefix}{MODEL}/1"
+    arguments = serving.llm_args or {}
     drafts = engine.get("speculative_config")
     if isinstance(drafts, dict) and "speculative_model_dir" in drafts:
         drafts["speculative_model_dir"] = f"{model}/{drafts['speculative_model_dir']}"
+    drafts = arguments.get("speculative_config", drafts)
     settings = {
         "model": model,
         **engine,
         "kv_cache_config": cache,
         "enable_chunked_prefill": serving.enable_chunked_context is not False,
         "scheduler_config": {"capacity_scheduler_policy": serving.batch_scheduler_policy.upper()},
-        "guided_decoding_backend": "xgrammar",
+        **({"guided_decoding_backend": "xgrammar"} if sampler.guided_drafts or not drafts else {}),
         # The model's metrics are made of the engine's statistics.
         "enable_iter_perf_stats": True,
         "triton_config": {
@@ -145,7 +150,7 @@ def _settings(engine: dict[str, Any], serving: ServingConfig, sampler: Sampler) 
             "max_queue_size": serving.max_queue_size,
         },
     }
-    settings = merged(settings, serving.llm_args or {})
+    settings = merged(settings, arguments)
     if not sampler.draws and not settings.get("speculative_config"):
         settings = {**sampler.instead, **settings}
     return settings

@@ -72,7 +72,8 @@ def require_tokens(model: EngineModel) -> None:
 def require_guide(model: EngineModel, guide: Guide, param: str) -> None:
     """Raises Failure, naming the field `param`, for a model whose runtime cannot follow the guide."""
     if not {"guided_decoding_guide_type", "guided_decoding_guide"} <= model.inputs:
-        raise wrong(f"'{param}': this model's runtime has no guided decoding", param, "unsupported_parameter")
+        why = "this model's runtime has no guided decoding" + (" with drafts" if model.llm_api else "")
+        raise wrong(f"'{param}': {why}", param, "unsupported_parameter")
     if guide.kind == "structural_tag" and not (model.own or model.llm_api):
         why = "NVIDIA's C++ backend takes no structural tags"
         if param == "tools":

@@ -27,7 +27,7 @@ class Settings:
 class Package(Stage):
     name = "package"
     makes = "repository"
-    version = 12
+    version = 13
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         return ("tokenizer", "engine", "adapters") if spec.adapters else ("tokenizer", "engine")

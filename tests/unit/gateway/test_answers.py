@@ -391,6 +391,11 @@ def test_answers_that_the_llm_api_cannot_draw_or_score_are_refused_by_name(folde
         told = "'temperature': the sampler of this model's runtime ignores it and takes the likeliest token: give 0"
         for fields in ({}, {"temperature": 0.5}, {"top_p": 0.5, "seed": 7}):
             assert await refused(client, **fields) == ("temperature", told)
+        guided = await refused(client, temperature=0, response_format={"type": "json_object"})
+        assert guided == (
+            "response_format",
+            "'response_format': this model's runtime has no guided decoding with drafts",
+        )
         assert triton.asked == []
         for name, value in (("temperature", 0), ("top_k", 1)):
             answer = await client.post(CHAT, json=chat("Hello", logprobs=True, **{name: value}))
