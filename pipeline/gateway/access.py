@@ -40,8 +40,15 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
 
 
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
-    """Digests of the API keys in `file` (one a line, # for comments) and the environment. Raises InputDataError."""
-    keys = _keys(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"), KEYS_VARIABLE)
+    """Digests of the API keys in `file` (one a line, # for comments) and the environment. Raises InputDataError, also
+    for a file or a variable that is there and holds none: the gateway would be open where its owner thinks it closed.
+    """
+    given = os.environ.get(KEYS_VARIABLE)
+    keys = [] if given is None else _keys(given.replace(",", "\n"), KEYS_VARIABLE)
+    if given is not None and not keys:
+        raise InputDataError(
+            f"{KEYS_VARIABLE} holds no API key", remedy="write keys with commas between them, or unset it"
+        )
     if file is not None:
         try:
             text = file.read_text(encoding="utf-8-sig")

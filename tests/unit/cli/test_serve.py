@@ -121,6 +121,11 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     empty = tmp_path / "empty"
     empty.touch()
     assert refused("--api-keys-file", empty) == (3, f"{empty} holds no API key; write one key a line")
+    with monkeypatch.context() as patch:
+        for none in ("", " , "):  # as of "$A,$B" where both are unset
+            patch.setenv("TRTPIPE_API_KEYS", none)
+            words = "TRTPIPE_API_KEYS holds no API key; write keys with commas between them, or unset it"
+            assert refused() == (3, words)
     assert refused("--tls-cert", empty) == (2, "TLS needs a certificate and a key; give both files or neither")
     status, words = refused("--tls-cert", empty, "--tls-key", empty)
     assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are not a certificate and its key")
