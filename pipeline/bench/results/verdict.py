@@ -6,7 +6,7 @@ Neither shows in the numbers themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,6 +109,20 @@ def examine(
             why = f"{rounded(offered)} requests/s of {rounded(scheduled)}"
             reasons.append(Reason("the rate was not reached", why, less))
     return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # without requests there is no fault
+
+
+def held_back(point: Mapping[str, Any]) -> str | None:
+    """Note on a load point, as report.json has it, of whose rate less was offered because requests waited for one of
+    the places that the user allows in flight: the client is not at fault, but the asked rate was not measured."""
+    most, rate = point["load"].get("max_in_flight"), (point["client"] or {}).get("rate") or {}
+    scheduled, offered = rate.get("scheduled"), rate.get("offered")
+    if most is None or not scheduled or not offered or offered >= RATE_SHARE * scheduled:
+        return None
+    told = f"{rounded(offered)} requests/s of {rounded(scheduled)} were sent, since at most {most} were in flight"
+    due = point["metrics"].get("time_to_first_token_from_due") or {}
+    if due.get("p50") is None:
+        return told
+    return f"{told}; TTFT from the moment a request was due: p50 {due['p50']:.1f} ms, p99 {due['p99']:.1f} ms"
 
 
 def _rate(moments: Any) -> float | None:

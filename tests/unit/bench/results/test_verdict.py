@@ -11,7 +11,7 @@ import pytest
 from tests.support.bench_records import MS, Row, made
 from trtpipe.pipeline.bench.loop.driver import Client
 from trtpipe.pipeline.bench.results.records import NONE
-from trtpipe.pipeline.bench.results.verdict import Reason, SelfCheck, examine
+from trtpipe.pipeline.bench.results.verdict import Reason, SelfCheck, examine, held_back
 from trtpipe.pipeline.bench.results.window import Window
 
 LESS = "offer less load, or measure with more --workers, or from a machine with free cores"
@@ -249,3 +249,20 @@ def test_a_closed_loop_without_a_window_has_no_throughput() -> None:
         reasons(requests=[Row(due=100 * n, sent=100 * n, end=9, failed="Timeout") for n in range(21)], window=None)
         == []
     )
+
+
+@pytest.mark.parametrize(("offered", "most", "told"), [(9.9, 2, False), (9.8, 2, True), (9.8, None, False)])
+def test_a_rate_that_the_user_s_own_limit_held_back_is_told(offered: float, most: int | None, told: bool) -> None:
+    due: dict[str, float | None] = {"p50": 6090.0, "p99": 12000.0}
+    point: dict[str, Any] = {
+        "load": {"kind": "open", "rate": 10, "max_in_flight": most},
+        "client": {"rate": {"scheduled": 10.0, "offered": offered}},
+        "metrics": {"time_to_first_token_from_due": due},
+    }
+    sent = "9.8 requests/s of 10.0 were sent, since at most 2 were in flight"
+    assert held_back(point) == (
+        f"{sent}; TTFT from the moment a request was due: p50 6090.0 ms, p99 12000.0 ms" if told else None
+    )
+    due["p50"] = None
+    assert held_back(point) == (sent if told else None)
+    assert held_back({**point, "load": {"kind": "closed"}, "client": None}) is None
