@@ -105,6 +105,12 @@ class Endpoint:
         for family in FAMILIES:
             if set(family.inputs) <= set(self.inputs) and family.output in self.outputs:
                 return family
+        if {"text_input", "sampling_parameters"} <= set(self.inputs):
+            raise UsageError(
+                f"model '{self.model}' at {self.url} is of Triton's vLLM backend",
+                why="requests are not made for its inputs",
+                remedy="measure it by --openai-url, the API of vLLM's own server or of Triton's OpenAI frontend",
+            )
         near = max(FAMILIES, key=lambda family: len(set(family.inputs) & set(self.inputs)))
         missing = [name for name in near.inputs if name not in self.inputs]
         missing += [near.output] if near.output not in self.outputs else []
