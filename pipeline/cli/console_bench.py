@@ -116,7 +116,7 @@ def running_line(at: Progress, width: int = 1000) -> str:
     if live.first_ns:
         times = sorted(live.first_ns)
         half, most = times[len(times) // 2], times[len(times) * 99 // 100]
-        parts.append(f"TTFT p50/p99 {rounded(half / 1e6, 0)}/{rounded(most / 1e6, 0)} ms")
+        parts.append(f"first byte p50/p99 {rounded(half / 1e6, 0)}/{rounded(most / 1e6, 0)} ms")
     ended = (live.warmed + live.done) / elapsed
     parts += [
         f"{live.in_flight} in flight",

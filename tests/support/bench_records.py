@@ -22,6 +22,7 @@ class Row:
     stamps  of its responses
     tokens  of each response; None where nobody says
     output  of all; None for the sum of `tokens`
+    unstreamed  those of all that no response brought
     sent    None if it never was
     end     None for the moment of the last response
     failed  class of its failure
@@ -30,6 +31,7 @@ class Row:
     stamps: Sequence[float] = ()
     tokens: Sequence[int] | None = None
     output: int | None = None
+    unstreamed: int = 0
     due: float = 0
     sent: float | None = 0
     end: float | None = None
@@ -62,6 +64,7 @@ def made(*rows: Row) -> Records:
         input_tokens=column([row.input_tokens for row in rows]),
         max_tokens=column([row.max_tokens for row in rows]),
         output_tokens=column(outputs),
+        unstreamed_tokens=column([row.unstreamed for row in rows]),
         offsets=column([0, *accumulate(len(row.stamps) for row in rows)]),
         stamps=moments([stamp for row in rows for stamp in row.stamps]),
         tokens=column([count for row in rows for count in row.tokens or [NONE] * len(row.stamps)]),

@@ -200,6 +200,9 @@ class Letters:
         return Answer(list(exchange.stamps), [1] * len(exchange.stamps))
 
     def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
+        return "it follows that, and so on"
+
+    def content(self, request: InFlightRequest) -> str:
         return " and so on"
 
 

@@ -21,7 +21,9 @@ _MOMENT = (-(1 << 61), 1 << 61)
 _COUNT = (0, MOST_TOKENS)
 _NUMBERS = {
     **dict.fromkeys(("due_ns", "sent_ns", "end_ns"), _MOMENT),
-    **dict.fromkeys(("slot", "session", "turn", "input_tokens", "output_tokens", "max_tokens"), _COUNT),
+    **dict.fromkeys(
+        ("slot", "session", "turn", "input_tokens", "output_tokens", "max_tokens", "unstreamed_tokens"), _COUNT
+    ),
 }
 
 

@@ -42,5 +42,5 @@ class RequestFactory:
         answered, request.ask = request.ask, None
         if request.failure is not None or answered is None:
             return None
-        ask = asks.next_turn(answered, partial(codec.text, request))
+        ask = asks.next_turn(answered, partial(codec.content, request))
         return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

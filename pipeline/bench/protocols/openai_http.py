@@ -1,7 +1,8 @@
 """Codec of an OpenAI-compatible server: /v1/completions or /v1/chat/completions, streamed.
 
 The chunks with only the role, the finish reason or the usage carry no token. Other chunks may hold several tokens, so
-the tokens of the whole answer are counted, by the server's usage or here.
+the tokens of the whole answer are counted, by the server's usage or here. A chunk with an empty text holds a token too:
+special tokens and parts of a character have no text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages, ReadIds
 from trtpipe.pipeline.net.api_key import key_refused
 
-# Keys under which servers put the text of a chat chunk.
+# Keys under which servers put the text of a chat chunk; the reasoning has two names.
 _TEXTS = ("content", "reasoning_content", "reasoning")
 _NO_JSON = (b"[DONE]", b"")
 # Reasons of an end that the model chose, by an end token or after a call.
@@ -70,11 +71,30 @@ class OpenAiHttp:
         return self._site.post(self._path, identity, body)
 
     def decode(self, request: InFlightRequest) -> Answer:
+        return self._read(request)[0]
+
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
+        try:
+            return self._read(request)[0].text
+        except BadAnswer:
+            return ""
+
+    def content(self, request: InFlightRequest) -> str:
+        try:
+            return self._read(request)[1]
+        except BadAnswer:
+            return ""
+
+    def _read(self, request: InFlightRequest) -> tuple[Answer, str]:
+        """(answer, its text without reasoning and tool calls). Raises BadAnswer."""
         stamps: list[int] = []
         texts: list[str] = []
+        contents: list[str] = []
         usage: int | None = None
         prompt: int | None = None
-        done = ended = False
+        hidden: int | None = None
+        last: int | None = None  # stamp of a final chunk that may hold a token without a text
+        done = ended = thought = False
         found = events(request)
         chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=request.limit)
         for event, stamp in found:
@@ -91,34 +111,48 @@ class OpenAiHttp:
                 if told:
                     usage = _count(told, "completion_tokens", usage)
                     prompt = _count(told, "prompt_tokens", prompt)
+                    hidden = _count(told.get("completion_tokens_details") or {}, "reasoning_tokens", hidden)
                 choices = chunk.get("choices") if told else chunk["choices"]
-                text = self._text(choices[0]) if choices else ""
-                ended = ended or bool(choices and choices[0].get("finish_reason") in _ENDED)
+                if not choices:
+                    continue
+                finish = choices[0].get("finish_reason")
+                content, reasoning, calls = self._texts(choices[0])
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise BadAnswer("MalformedResponse", f"{type(error).__name__}: {error}, in {event[:200]!r}") from None
-            if text:
+            ended = ended or finish in _ENDED
+            text = (reasoning or "") + (content or "") + (calls or "")
+            if text or (stamps and not finish and (content, reasoning, calls) != (None, None, None)):
                 stamps.append(stamp)
                 texts.append(text)
+                contents.append(content or "")
+                thought = thought or bool(reasoning)
+            elif self._chat and stamps and finish == "length" and content == "":
+                last = stamp
         if not done:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
-        return Answer(stamps, None, "".join(texts), usage, prompt, ended)
+        if last is not None and usage == len(stamps) + 1:  # vLLM ends an answer with its last token's chunk
+            stamps.append(last)
+        unstreamed = 0 if thought else min(hidden or 0, usage or 0)
+        return Answer(stamps, None, "".join(texts), usage, prompt, ended, unstreamed), "".join(contents)
 
-    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
-        try:
-            return self.decode(request).text
-        except BadAnswer:
-            return ""
-
-    def _text(self, choice: dict[str, Any]) -> str:
+    def _texts(self, choice: dict[str, Any]) -> tuple[str | None, str | None, str | None]:
+        """(content, reasoning, tool calls) of a chunk; None for what it does not have."""
+        reasoning = calls = None
         if self._chat:
-            # Some chunks have no delta, such as a filter's result. Reasoning text counts as tokens too.
+            # Some chunks have no delta, such as a filter's result.
             delta = choice.get("delta") or {}
-            text = next((delta[name] for name in _TEXTS if delta.get(name)), "")
+            content, one, other = texts = [delta.get(name) for name in _TEXTS]
+            reasoning = one if other is None else one or other
+            if delta.get("tool_calls"):
+                parts = [call.get("function") or {} for call in delta["tool_calls"]]
+                calls = "".join(str(part[name]) for part in parts for name in ("name", "arguments") if part.get(name))
         else:
-            text = choice.get("text") or ""
-        if not isinstance(text, str):
-            raise TypeError(f"the text is {text!r}")
-        return text
+            content = choice.get("text")
+            texts = [content]
+        for text in texts:
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"the text is {text!r}")
+        return content, reasoning, calls
 
 
 def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:

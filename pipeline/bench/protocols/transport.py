@@ -25,6 +25,7 @@ class Answer(NamedTuple):
     usage      the server's count of the whole answer's tokens, if it gave one
     prompt     the server's count of the prompt's tokens, including those that a chat template adds
     ended      whether the model ended it: servers count the end token too, which has no text
+    unstreamed number of the answer's tokens that no response brought, such as reasoning that the server keeps to itself
     """
 
     stamps_ns: list[int]
@@ -33,6 +34,7 @@ class Answer(NamedTuple):
     usage: int | None = None
     prompt: int | None = None
     ended: bool = False
+    unstreamed: int = 0
 
 
 class BadAnswer(Exception):
@@ -64,6 +66,10 @@ class Codec(Protocol):
 
     def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         """The text of an answer; empty where it cannot be read, and for token ids without `read_ids`."""
+
+    def content(self, request: InFlightRequest) -> str:
+        """What a conversation keeps of an answer: its text without reasoning and tool calls; empty where it cannot be
+        read."""
 
 
 class Sender(Protocol):

@@ -129,6 +129,9 @@ class TritonGrpc:
             return Answer(stamps, tokens)
         return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
 
+    def content(self, request: InFlightRequest) -> str:
+        return self.text(request)
+
     def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         reader = Reader()
         try:

@@ -72,6 +72,9 @@ class TritonHttp:
                 tokens.append(number)
         return Answer(stamps, tokens) if not texts else Answer(stamps, None, "".join(texts))
 
+    def content(self, request: InFlightRequest) -> str:
+        return self.text(request)
+
     def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         texts: list[str] = []
         ids: list[Any] = []

@@ -90,12 +90,14 @@ class Distribution(Metric):
     drawn   whether the page draws its histogram, and its p99 against throughput
     judged  the metric that an objective (`--slo`) means by an alias of this one
     unknown which good requests have values that nobody tells, n booleans; None where all values are known
+    untold  why nobody tells them
     """
 
     values: Callable[[Records], Values]
     drawn: bool = False
     judged: str = ""
     unknown: Callable[[Records], NDArray[np.bool_]] | None = None
+    untold: str = ""
 
     def figures(self, points: tuple[str, ...]) -> tuple[str, ...]:
         return points

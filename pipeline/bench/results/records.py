@@ -32,6 +32,7 @@ MOST_REQUESTS = 500_000
 MOST_COUNTED, MOST_A_RESPONSE = 4_000_000, 16
 _NUMBERS = (
     "slot", "session", "turn", "due_ns", "sent_ns", "end_ns", "input_tokens", "max_tokens", "output_tokens",
+    "unstreamed_tokens",
 )  # fmt: skip
 
 
@@ -43,9 +44,11 @@ class Records:
     slot, session, turn     n; the last two are NONE for a request outside conversations
     due, sent, end          n
     input_tokens, max_tokens, output_tokens  n; the last is NONE for a failed request
+    unstreamed_tokens       n, those of output_tokens that no response brought: the end token, reasoning that the server
+                            keeps to itself; NONE where a file does not say
     offsets                 n + 1; the responses of request i are offsets[i] to offsets[i + 1]
     stamps                  m, in the order of their arrival within a request
-    tokens                  m, tokens of each response; NONE where unknown
+    tokens                  m, tokens of each response; NONE where unknown. The first has the unstreamed ones
     """
 
     ids: list[str]
@@ -61,6 +64,7 @@ class Records:
     input_tokens: Ints
     max_tokens: Ints
     output_tokens: Ints
+    unstreamed_tokens: Ints
     offsets: Ints
     stamps: Ints
     tokens: Ints
@@ -111,6 +115,7 @@ class Records:
                 "tokens": None if NONE in tokens else tokens,
                 "input_tokens": int(self.input_tokens[i]),
                 "output_tokens": _known(output),
+                "unstreamed_tokens": _known(int(self.unstreamed_tokens[i])),
                 "max_tokens": int(self.max_tokens[i]),
                 "failure": failure and {"kind": failure.kind, "message": failure.message},
             }
@@ -190,7 +195,7 @@ def joined(parts: Sequence[Records]) -> Records:
     if len(parts) == 1:
         return parts[0]
     lists = ("ids", "failures", "sources")
-    columns = ("warmup", "slot", "session", "turn", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens")
+    columns = ("warmup", *(name.removesuffix("_ns") for name in _NUMBERS))
     whole: dict[str, Any] = {name: [one for part in parts for one in getattr(part, name)] for name in lists}
     whole |= {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*columns, "stamps", "tokens")}
     counts = np.concatenate([np.diff(part.offsets) for part in parts])
@@ -219,6 +224,7 @@ def settle(
     failures: list[Failure | None] = []
     sources: list[str | None] = []
     totals: list[int] = []
+    unstreamed: list[int] = []
     prompts: list[int] = []
     offsets = [0]
     stamps, tokens = array("q"), array("q")  # a list would have an object for each number
@@ -240,6 +246,7 @@ def settle(
         failures.append(failure)
         sources.append(source)
         totals.append(total)
+        unstreamed.append(answer.unstreamed)
         stamps.extend(answer.stamps_ns)
         tokens.extend([NONE] * len(answer.stamps_ns) if answer.tokens is None else answer.tokens)
         offsets.append(len(stamps))
@@ -261,6 +268,7 @@ def settle(
         input_tokens=np.array(prompts, dtype=np.int64),
         max_tokens=column([request.max_tokens for request in requests]),
         output_tokens=np.array(totals, dtype=np.int64),
+        unstreamed_tokens=np.array(unstreamed, dtype=np.int64),
         offsets=np.array(offsets, dtype=np.int64),
         stamps=np.asarray(stamps),
         tokens=np.asarray(tokens),
@@ -284,9 +292,11 @@ def _count(answer: Answer, count_tokens: Callable[[str], int]) -> tuple[Answer, 
     if answer.tokens is not None:
         return answer, SERVER, sum(answer.tokens)
     source, total = (TOKENIZER, count_tokens(answer.text)) if answer.usage is None else (USAGE, answer.usage)
-    if total == len(answer.stamps_ns):  # then each response carried one
-        answer = answer._replace(tokens=[1] * total)
-    elif answer.ended and total == len(answer.stamps_ns) + 1 > 1:
-        # The end token has no response of its own. No gap between tokens is of the first response.
-        answer = answer._replace(tokens=[2, *[1] * (total - 2)])
+    # The end token, which usage counts, has no response of its own.
+    silent = {0, answer.unstreamed, answer.unstreamed + (answer.ended and source == USAGE)}
+    unstreamed = total - len(answer.stamps_ns)
+    if answer.stamps_ns and unstreamed in silent:  # then each response carried one
+        # No gap between tokens is of the first response.
+        tokens = [1 + unstreamed, *[1] * (len(answer.stamps_ns) - 1)]
+        answer = answer._replace(tokens=tokens, unstreamed=unstreamed)
     return answer, source, total

@@ -79,12 +79,35 @@ def _unknown_token_gaps(records: Records) -> NDArray[np.bool_]:
     return unknown
 
 
-def _time_per_output_token(records: Records) -> Values:
+def _after_first(records: Records) -> tuple[Ints, Ints]:
+    """(good requests whose responses brought more than one token, number of tokens after the first response; 0 where
+    nobody tells when those came)."""
     import numpy as np
 
-    owners = np.flatnonzero(records.good() & (records.output_tokens > 1))
-    spans = (_last(records, owners) - _first(records, owners)) / 1e6
-    return Values(values=spans / (records.output_tokens[owners] - 1), owners=owners)
+    responses = np.diff(records.offsets)
+    owners = np.flatnonzero(records.good() & (responses > 0) & (records.output_tokens != NONE))
+    several, output = responses[owners] > 1, records.output_tokens[owners]
+    streamed = output - np.maximum(0, records.unstreamed_tokens[owners])
+    first = records.tokens[records.offsets[owners]]
+    # Where nobody tells how many tokens the first response had, one is assumed.
+    after = np.where(first == NONE, streamed - 1, output - first)
+    there = several | (streamed > 1)
+    return owners[there], np.where(several, np.maximum(0, after), 0)[there]
+
+
+def _time_per_output_token(records: Records) -> Values:
+    owners, after = _after_first(records)
+    owners, after = owners[after > 0], after[after > 0]
+    return Values(values=(_last(records, owners) - _first(records, owners)) / 1e6 / after, owners=owners)
+
+
+def _unknown_time_per_output_token(records: Records) -> NDArray[np.bool_]:
+    import numpy as np
+
+    owners, after = _after_first(records)
+    unknown = np.zeros(len(records), dtype=np.bool_)
+    unknown[owners[after == 0]] = True
+    return unknown
 
 
 def _from(moment: str, until: Callable[[Records, Ints], Ints]) -> Callable[[Records], Values]:
@@ -114,7 +137,7 @@ REQUEST_METRICS = (
         tabled=True,
         drawn=True,
         judged="time_to_first_token_from_due",
-        formula="first response with tokens - request sent",
+        formula="first response with tokens, those of reasoning and tool calls included - request sent",
         undefined=_NOBODY,
         values=_from("sent", _first),
     ),
@@ -153,6 +176,7 @@ REQUEST_METRICS = (
         undefined="no successful request with two responses, or nobody says how many tokens each had",
         values=_token_gaps,
         unknown=_unknown_token_gaps,
+        untold="the server does not tell how many tokens each response had",
     ),
     Distribution(
         name="time_per_output_token",
@@ -161,9 +185,14 @@ REQUEST_METRICS = (
         better="lower",
         aliases=("tpot",),
         tabled=True,
-        formula="(request_latency - time_to_first_token) / (output tokens - 1); one value a request",
-        undefined="no successful request with two tokens",
+        formula=(
+            "(request_latency - time_to_first_token) / (output tokens - those of the first response, or 1 where nobody "
+            "tells, - those that no response brought, such as the end token and hidden reasoning); one value a request"
+        ),
+        undefined="no successful request with tokens after the first response",
         values=_time_per_output_token,
+        unknown=_unknown_time_per_output_token,
+        untold="all tokens came in one response, or nobody tells how many came after it",
     ),
     Distribution(
         name="request_latency",

@@ -99,7 +99,7 @@ def test_the_line_of_a_running_load_point_has_as_many_parts_as_fit() -> None:
     assert line(at(total=80)) == f"grpc, 4 in flight: 20 of 80 done, 30 s left, {said}"
     assert line(at(total=None, left_s=12.3)) == f"grpc, 4 in flight: 20 done, 12 s left, {said}"
     first = [number * 1_000_000 for number in range(1, 101)]
-    whole = f"grpc, 4 in flight: 20 done, 2 failed, TTFT p50/p99 51/100 ms, {said}"
+    whole = f"grpc, 4 in flight: 20 done, 2 failed, first byte p50/p99 51/100 ms, {said}"
     assert line(at(total=None, first_ns=first, failed=2)) == whole
     assert line(at(total=None, first_ns=first, failed=2), 70) == whole[: whole.index(", 4 in flight, ")]
     assert line(at(total=None), 12) == "grpc, 4 in f"

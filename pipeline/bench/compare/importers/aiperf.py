@@ -49,7 +49,7 @@ _WHOLE_RUN = {
 }
 _RENAMED = {"goodput": "request_goodput"}
 _DURATION = " (first request sent to last response)"
-# With --per-chunk-usage AIPerf leaves out the tokens of the first chunk; our metric counts them.
+# With --per-chunk-usage AIPerf leaves out all tokens of the first chunk; ours leaves out one where none are counted.
 _AFTER_FIRST_CHUNK = (
     "time_per_output_token_after_first_chunk",
     "(request_latency - time_to_first_token) / (output tokens - those of the first response); one value a request",

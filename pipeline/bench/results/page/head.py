@@ -15,6 +15,7 @@ from trtpipe.pipeline.bench.results.page.load_points import (
     shared,
     value,
 )
+from trtpipe.pipeline.bench.results.summary import of_load_point
 from trtpipe.pipeline.pages.parts import Alarm, Card, Finding, capital, number, sentence
 
 # Names of Triton's models in our repositories: they do not say what is served.
@@ -115,6 +116,9 @@ def findings(report: dict[str, Any]) -> Iterator[Finding]:
     )
     if asked:
         yield Finding(text=told, good=not failed)
+    for point in points:
+        for note in of_load_point(point, report["options"]):
+            yield Finding(text=sentence(f"{named(point)}: {note}"), good=False)
     for note in report.get("notes", []):
         yield Finding(text=sentence(note))
 

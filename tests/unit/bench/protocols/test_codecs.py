@@ -356,12 +356,72 @@ def test_openai_s_answers() -> None:
     usage["usage"] = {"completion_tokens": 9}
     assert read(chat, sse(*words, usage, "[DONE]")) == Answer([10, 20], None, "aé", 9)
     assert read(chat, sse(role, *words, end, "[DONE]")) == Answer([20, 30], None, "aé", ended=True)
-    assert read(plain, sse(*({"choices": [{"text": word}]} for word in ("a", "", "b")), "[DONE]")) == (
-        Answer([10, 30], None, "ab", None)
+    assert read(plain, sse(*({"choices": [{"text": word}]} for word in ("", "a", "", "b")), "[DONE]")) == (
+        Answer([20, 30, 40], None, "ab", None)
     )
     assert read(plain, sse("[DONE]")) == Answer([], None, "", None)
     assert chat.text(sse(*words, "[DONE]")) == "aé"
     assert chat.text(sse(*words)) == ""
+
+
+def delta(finish: str | None = None, **said: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": said, "finish_reason": finish}]}
+
+
+def counted(tokens: int, **more: Any) -> dict[str, Any]:
+    return {"choices": [], "usage": {"completion_tokens": tokens, **more}}
+
+
+def test_tokens_without_a_text_are_responses() -> None:
+    """vLLM sends a chunk without a text for a special token and for a part of a character."""
+    role, word, empty = delta(role="assistant", content=""), delta(content="a"), delta(content="")
+    assert read(CODECS["chat"], sse(role, word, empty, word, empty, delta("length"), counted(4), "[DONE]")) == (
+        Answer([20, 30, 40, 50], None, "aa", 4)
+    )
+    # The last token's chunk has the reason of the end, with a text or without one.
+    last = delta("length", content="a")
+    assert read(CODECS["chat"], sse(role, word, last, counted(2), "[DONE]")) == Answer([20, 30], None, "aa", 2)
+    last = delta("length", content="")
+    assert read(CODECS["chat"], sse(role, word, last, counted(2), "[DONE]")) == Answer([20, 30], None, "a", 2)
+    assert read(CODECS["chat"], sse(role, word, last, counted(1), "[DONE]")) == Answer([20], None, "a", 1)
+    thoughts = [delta(**{name: ""}) for name in ("reasoning", "reasoning_content")]
+    found = read(CODECS["chat"], sse(role, delta(reasoning="b", reasoning_content="b"), *thoughts, "[DONE]"))
+    assert found == Answer([20, 30, 40], None, "b")
+
+
+def test_tool_calls_are_tokens_too() -> None:
+    def part(**function: str) -> dict[str, Any]:
+        return delta(tool_calls=[{"index": 0, "function": function}])
+
+    role = delta(role="assistant", content=None, tool_calls=[])
+    begun, empty, rest = part(name="f", arguments=""), part(arguments=""), part(arguments="{}")
+    exchange = sse(role, begun, empty, rest, delta("tool_calls"), counted(3), "[DONE]")
+    assert read(CODECS["chat"], exchange) == Answer([20, 30, 40], None, "f{}", 3, ended=True)
+    assert read(CODECS["chat"], sse(delta(tool_calls=5), "[DONE]"))[0] == "MalformedResponse"
+
+
+def test_reasoning_that_is_not_streamed_came_in_no_response() -> None:
+    def unstreamed(usage: dict[str, Any], *chunks: dict[str, Any]) -> int:
+        found = read(CODECS["chat"], sse(*chunks, delta(content="a"), usage, "[DONE]"))
+        assert isinstance(found, Answer)
+        return found.unstreamed
+
+    usage = counted(9, completion_tokens_details={"reasoning_tokens": 8})
+    assert unstreamed(usage) == 8
+    assert unstreamed(usage, delta(reasoning_content="b")) == 0
+    assert unstreamed(counted(5, completion_tokens_details={"reasoning_tokens": 8})) == 5
+    assert unstreamed(counted(9, completion_tokens_details=None)) == 0
+
+
+def test_a_conversation_goes_on_without_the_reasoning() -> None:
+    """Chat templates leave out the reasoning of earlier turns, as chat clients do."""
+    exchange = sse(
+        delta(reasoning="why"), delta(content="so"), delta(tool_calls=[{"function": {"name": "f"}}]), "[DONE]"
+    )
+    assert (CODECS["chat"].text(exchange), CODECS["chat"].content(exchange)) == ("whysof", "so")
+    assert CODECS["chat"].content(sse(delta(content="so"))) == ""
+    assert CODECS["http"].content(sse({"text_output": "so", "num_output_tokens": 1})) == "so"
+    assert TritonGrpc(TEXT_MODEL, tokenize).content(received(text("so"))) == "so"
 
 
 ODD = [1, None, [], "x", True, [1], {"error": None}, {"choices": None}, {"choices": 1}, {"choices": [None]}]

@@ -42,6 +42,13 @@ def owners(records: Records, name: str) -> list[int]:
     return found
 
 
+def unknown(records: Records, name: str) -> list[bool]:
+    (metric,) = (metric for metric in distributions() if metric.name == name)
+    assert metric.unknown is not None
+    found: list[bool] = metric.unknown(records).tolist()
+    return found
+
+
 def of(numbers: Sequence[float]) -> Values:
     """Numbers of as many requests."""
     return Values(values=np.array(numbers, dtype=np.float64), owners=np.arange(len(numbers)))
@@ -56,7 +63,7 @@ NUMBERS: list[tuple[str, list[float]]] = [
     ("request_latency", [100]),  # 110 - 10: the stream's end at 116 is not waited for
     ("request_latency_from_due", [102]),
     ("dispatch_delay", [2]),
-    ("time_per_output_token", [10]),  # (100 - 50) / 5
+    ("time_per_output_token", [10]),  # (100 - 50) / 5: the first response had one token
     ("inter_chunk_latency", [20, 30]),
     # 20 ms for two tokens, then 30 ms for three: five gaps of 10 ms, though no two responses were 10 ms apart.
     ("inter_token_latency", [10, 10, 10, 10, 10]),
@@ -80,7 +87,7 @@ def test_unequal_chunks_weigh_by_their_tokens() -> None:
     assert values(records, "inter_chunk_latency") == [10, 40]
     assert values(records, "inter_token_latency") == [10, 10, 10, 10, 10]
     # The five tokens of the first response have no gap before them.
-    assert values(records, "time_per_output_token") == pytest.approx([50 / 9])
+    assert values(records, "time_per_output_token") == [10]
 
 
 def test_without_counts_of_each_response_there_is_no_token_gap() -> None:
@@ -90,12 +97,24 @@ def test_without_counts_of_each_response_there_is_no_token_gap() -> None:
     assert values(records, "time_per_output_token") == [10]  # 50 / 5, not 50 / 1
 
 
-def test_one_token_has_no_gap_and_one_response_no_time_per_token_but_zero() -> None:
-    single = made(Row(stamps=(60,), tokens=(1,)))
+def test_one_response_has_no_gap_and_no_time_per_token() -> None:
+    """Of several tokens in one response nobody knows the times between them."""
+    found = made(Row(stamps=(60,), tokens=(1,)), Row(stamps=(60,), tokens=(8,)), Row(stamps=(60,), output=8))
     for name in ("time_per_output_token", "inter_token_latency", "inter_chunk_latency"):
-        assert values(single, name) == []
-    # Eight tokens at once, on the other hand, took no time after the first.
-    assert values(made(Row(stamps=(60,), tokens=(8,))), "time_per_output_token") == [0]
+        assert values(found, name) == []
+    assert unknown(found, "time_per_output_token") == [False, True, True]
+
+
+def test_tokens_without_a_response_are_not_divided_by() -> None:
+    """Hidden reasoning comes before the first response, and an end token has none."""
+    records = made(
+        Row(stamps=(60, 80, 100), tokens=(102, 1, 1), unstreamed=101),
+        Row(stamps=(60, 100), output=105, unstreamed=100),  # 40 / 4
+        Row(stamps=(60, 100), output=100, unstreamed=100),
+        Row(stamps=(60, 100), output=1),
+    )
+    assert values(records, "time_per_output_token") == [20, 10]
+    assert unknown(records, "time_per_output_token") == [False, False, True, True]
 
 
 def test_a_throughput_per_user_needs_time_to_pass() -> None:
@@ -428,7 +447,7 @@ def test_token_gaps_add_up_to_the_time_from_first_to_last_token(gaps: list[tuple
     assert len(found) == sum(tokens) - tokens[0]
     assert sum(found) == pytest.approx(span)
     assert sum(values(records, "inter_chunk_latency")[1:]) == pytest.approx(span)
-    assert values(records, "time_per_output_token")[1] * (sum(tokens) - 1) == pytest.approx(span)
+    assert values(records, "time_per_output_token")[1] * (sum(tokens) - tokens[0]) == pytest.approx(span)
 
 
 SPECULATION = ("tokens_per_step", "draft_acceptance_rate")

@@ -69,14 +69,26 @@ TEXT = Answer(stamps(20, 30), None, text="three words here")
         (SAID._replace(usage=3, ended=True), USAGE, 3, [2, 1]),
         (SAID._replace(usage=3), USAGE, 3, [NONE, NONE]),
         (SAID._replace(usage=4, ended=True), USAGE, 4, [NONE, NONE]),
+        # Reasoning that was not streamed is counted, and came before the first response.
+        (SAID._replace(usage=12, unstreamed=10), USAGE, 12, [11, 1]),
+        (SAID._replace(usage=13, unstreamed=10, ended=True), USAGE, 13, [12, 1]),
+        (SAID._replace(usage=14, unstreamed=10, ended=True), USAGE, 14, [NONE, NONE]),
+        (SAID._replace(usage=2, unstreamed=1), USAGE, 2, [1, 1]),  # it was streamed as text
+        # Our own count of the text has no end token.
+        (TEXT._replace(ended=True), TOKENIZER, 3, [NONE, NONE]),
     ],
-    ids=["server", "usage", "tokenizer", "usage, one each", "tokenizer, one each", "end", "no end", "no end alone"],
-)
+    ids=[
+        "server", "usage", "tokenizer", "usage, one each", "tokenizer, one each", "end", "no end", "no end alone",
+        "hidden", "hidden and end", "hidden and unknown", "not hidden", "no end of ours",
+    ],
+)  # fmt: skip
 def test_who_counts_the_tokens(answer: Answer, source: str, total: int, tokens: list[int]) -> None:
     records = settled(answer)
     assert records.sources == [source]
     assert records.output_tokens.tolist() == [total]
     assert records.tokens.tolist() == tokens
+    known = NONE not in tokens
+    assert records.unstreamed_tokens.tolist() == [tokens[0] - 1 if known and source == USAGE else answer.unstreamed]
     assert records.stamps.tolist() == answer.stamps_ns
 
 
@@ -200,7 +212,7 @@ def test_the_lines_of_a_file() -> None:
     answers = {"w": COUNTED, "s": SAID}
     records = settle([warmup, failed, exchange("s")], lambda ended: answers[ended.id], len)
     alone = {"slot": 2, "session": None, "turn": None, "due_ns": 8 * MS, "end_ns": 99 * MS}
-    common = {**alone, "input_tokens": 7, "max_tokens": 6}
+    common = {**alone, "input_tokens": 7, "max_tokens": 6, "unstreamed_tokens": 0}
     assert [json.loads(json.dumps(line)) for line in records.objects()] == [
         {
             **common, "id": "w", "warmup": True, "sent_ns": 10 * MS, "stamps_ns": stamps(20, 30, 40),
@@ -252,7 +264,7 @@ def test_requests_come_back_from_their_file() -> None:
     records = made(
         Row(due=1, sent=2, stamps=(5, 9), tokens=(1, 2), slot=3),
         Row(due=3, sent=None, end=4, failed="ConnectFailed"),
-        Row(due=3, sent=4, stamps=(6,), tokens=None, output=4, warmup=True),
+        Row(due=3, sent=4, stamps=(6,), tokens=None, output=4, unstreamed=2, warmup=True),
     )
     again = read_objects(json.loads(json.dumps(list(records.objects()))))
     for name in (
@@ -265,6 +277,7 @@ def test_requests_come_back_from_their_file() -> None:
         "input_tokens",
         "max_tokens",
         "output_tokens",
+        "unstreamed_tokens",
         "offsets",
         "stamps",
     ):

@@ -296,7 +296,22 @@ def test_a_single_token_and_the_warm_up_have_no_unknown_gaps() -> None:
     result = load_point_result(
         made(*rows, *[untold(10)] * 3), SECOND, SelfCheck(figures={}, reasons=[]), protocol="chat", label="", load={}
     )
-    assert result.unknown_requests == {"inter_token_latency": 3}
+    assert result.unknown_requests == {"inter_token_latency": 3, "time_per_output_token": 0}
+
+
+def whole(output: int, unstreamed: int = 0) -> Row:
+    """A request whose answer came in one response."""
+    return Row(stamps=(100,), output=output, unstreamed=unstreamed)
+
+
+def test_an_answer_in_one_response_has_an_unknown_time_per_token() -> None:
+    """It was 0 ms, which met every objective."""
+    found = judged(made(*[told(10, 10)] * 8, *[whole(9)] * 2), "tpot:p90<30ms")
+    assert (found.met, found.attainment) == (False, 0.8)
+    assert judged(made(*[told(10, 10)] * 9, whole(9)), "tpot:p90<30ms").met
+    # Its second token is one without a response, such as the end token.
+    found = judged(made(told(10, 10), whole(1), whole(2, 1), whole(9, 8)), "tpot:30ms")
+    assert (found.met, found.attainment) == (True, 1.0)
 
 
 # Goodput

@@ -11,8 +11,10 @@ import pytest
 
 from tests.support.bench_records import Row, made
 from tests.support.bench_reports import LATE, lines, load_point
+from tests.support.bench_reports import report as reported
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.results.page import head
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.results.summary import notes, refusal, unknown_objective
 from trtpipe.pipeline.bench.run import served
@@ -42,6 +44,14 @@ def test_of_a_quiet_run_there_is_nothing_to_say() -> None:
         ({"stopped": "5 requests in a row failed"}, "it ended early: 5 requests in a row failed"),
         ({"client": {"clock_step_ms": -3600e3}}, "the time of day was set by -3600000 ms meanwhile"),
         (
+            {
+                "load": {"kind": "open", "max_in_flight": 2},
+                "client": {"rate": {"scheduled": 10.0, "offered": 3.0}},
+                "metrics": {"output_sequence_length": {"mean": 8.0}},
+            },
+            "3.0 requests/s of 10.0 were sent, since at most 2 were in flight",
+        ),
+        (
             {"server": {"output_tokens": {"server": 90, "client": 100, "agree": False}}},
             "the server counted 90 tokens, the client 100",
         ),
@@ -63,10 +73,47 @@ def test_itl_of_some_requests_is_told_as_such() -> None:
     assert list(notes(report(result(**unknown)))) == [f"grpc, 1 in flight: {told}"]
     objectives = [{"metric": "time_to_first_token", "value": 5.0}, {"metric": "inter_token_latency", "value": None}]
     missed = report(result(**unknown, slo={"objectives": objectives}), options={"objectives": objectives})
-    told += "; they count as missing its objective, and tpot needs no such number"
+    told += "; they count as missing its objective, and tpot needs only their sum"
     assert list(notes(missed)) == [f"grpc, 1 in flight: {told}"]
     assert unknown_objective(missed) == told
     assert unknown_objective(report(result(**unknown), options={"objectives": objectives[:1]})) is None
+
+
+def test_tpot_of_answers_in_one_response_is_told_as_unknown() -> None:
+    """The note on ITL then does not send its reader to it."""
+    unknown = {"unknown_requests": {"inter_token_latency": 1, "time_per_output_token": 3}}
+    objectives = [{"metric": name, "value": None} for name in ("inter_token_latency", "time_per_output_token")]
+    itl, tpot = notes(report(result(**unknown, slo={"objectives": objectives})))
+    assert itl.endswith("many tokens each response had; they count as missing its objective")
+    assert tpot == (
+        "grpc, 1 in flight: the TPOT of 3 of 4 requests is unknown: all tokens came in one response, or nobody tells "
+        "how many came after it; they count as missing its objective"
+    )
+
+
+@pytest.mark.parametrize(("source", "exact", "told"), [
+    ("tokenizer", True, True), ("mixed", True, True), ("usage", True, False), ("tokenizer", False, False),
+])  # fmt: skip
+def test_answers_of_another_length_than_asked_are_told(source: str, exact: bool, told: bool) -> None:
+    """A server that knows neither ignore_eos nor min_tokens, and sends no usage, fails no request by its answers."""
+    found = result(wrong_length=3, token_count_source=source)
+    line = (
+        "grpc, 1 in flight: 3 of 4 answers have another length than asked for; by the tokenizer's count, answers have "
+        "8.0 tokens on average"
+    )
+    assert list(notes(report(found, options={"work": {"ignore_eos": exact}}))) == [line] * told
+    page = {**reported([vars(found)]), "options": {"work": {"ignore_eos": exact}}}
+    assert [one.text for one in head.findings(page)].count(f"{line}.") == told
+
+
+@pytest.mark.parametrize(("gap_ms", "ttft_ms", "told"), [(0.1, 50, True), (0.1, 5, False), (1, 50, False)])
+def test_responses_that_were_held_back_are_told(gap_ms: float, ttft_ms: float, told: bool) -> None:
+    found = result(metrics=load_point(lines(4, seed=1, gap_ms=gap_ms, ttft_ms=ttft_ms))["metrics"])
+    line = (
+        "grpc, 1 in flight: most answers came whole, after their TTFT: a proxy or the server holds responses back, and "
+        "times between them are not those of tokens"
+    )
+    assert list(notes(report(found))) == [line] * told
 
 
 def test_notes_of_a_run_name_what_limits_its_figures() -> None:
