@@ -31,6 +31,7 @@ from trtpipe.engines.hf.folder import (
     superseded,
 )
 from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.json_input import MAX_BYTES
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
@@ -95,6 +96,11 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
 def fetch_config(repo_id: str, commit: str) -> Path:
     """The folder of that commit in the Hugging Face cache, with the two configs and what was there before."""
     return _fetch(repo_id, commit, list(CONFIGS), _ignore, 2 * MOST_CONFIG_BYTES)
+
+
+def fetch_tokenizer(repo_id: str, commit: str) -> Path:
+    """The folder of that commit in the Hugging Face cache, with tokenizer.json and what was there before."""
+    return _fetch(repo_id, commit, [TOKENIZER_FILES[0]], _ignore, MAX_BYTES)
 
 
 def peek(model: ModelRef) -> tuple[ModelRef, ModelConfig | None]:

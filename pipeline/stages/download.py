@@ -14,6 +14,7 @@ from typing import Any
 
 from trtpipe.configs import facts
 from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed
 from trtpipe.engines.extras import install_command
@@ -30,6 +31,7 @@ from trtpipe.engines.hf.folder import (
 )
 from trtpipe.engines.hf.gguf_file import check_gguf
 from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.hf.tokenizer import read_tokenizer
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import Progress, python_command, run, run_worker
 from trtpipe.engines.quantization import Quantization
@@ -84,7 +86,8 @@ class Download(Stage):
             ) from None
 
     def check(self, spec: BuildSpec, later: Sequence[Stage], home: Path) -> None:
-        """Judge the model by its config.json, which comes first and alone, and the disk that it will take."""
+        """Judge the model by its config.json, which comes first and alone, the disk that it will take, and its
+        tokenizer."""
         source, sizes = spec.model.source, {}
         if isinstance(source, HubSource):
             commit = hub.resolve_commit(source.repo_id, source.revision)
@@ -106,7 +109,12 @@ class Download(Stage):
         _require_same(spec, folder)
         family_of(model).check_source(folder, model)
         if isinstance(source, FolderSource):
-            check_tied_head(model, locate_tensors(folder))
+            # A fault that a later stage would find too is told of the user's folder, before it is copied.
+            read_tokenizer(folder)
+            if spec.model.stored is None:
+                check_source(folder, model, locate_tensors(folder))
+            else:
+                check_tied_head(model, locate_tensors(folder))
         spec.judge(model)
         spec.judge_adapters(model)
         spec.judge_draft(model)
@@ -122,6 +130,8 @@ class Download(Stage):
         made = sum(stage.disk(spec, model) for stage in later)
         why = f"{size_text(absent)} are for the model's files, {size_text(made)} for what is made of them"
         require_disk(home, absent + made, f"the build of {spec.model.name}", why)
+        if isinstance(source, HubSource):
+            read_tokenizer(hub.fetch_tokenizer(source.repo_id, commit))
 
     def run(self, job: Job) -> dict[str, Any]:
         source: Source = job.settings

@@ -81,6 +81,24 @@ def test_a_folder_that_changes_while_it_is_copied_is_refused(
     assert (result.artefact.path / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.parametrize("fault", ["tokenizer", "tensor"])
+def test_a_fault_that_a_later_stage_finds_too_is_told_before_the_copy(
+    in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder = hf_folder(in_folder / "given")
+    if fault == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+        line = f"{folder}/tokenizer.json is not a tokenizer: "
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+        line = f"tensor 'model.layers.2.input_layernorm.weight' is missing from {folder}; "
+    monkeypatch.setattr(download, "copy", lambda source, target, progress: pytest.fail("it is copied"))
+    with pytest.raises(InputDataError) as error:
+        execute(plan(folder), Store(tmp_path / "home"), Recorder())
+    assert str(error.value).startswith(line)
+
+
 def test_a_draft_model_is_a_copy_too(folder: Path, out: Path) -> None:
     DRAFT.run(job(folder, out))
     assert names(out) == WANTED

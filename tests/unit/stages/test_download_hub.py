@@ -101,6 +101,17 @@ def test_config_json_comes_first_and_is_judged(
 
 
 @pytest.mark.loopback
+def test_the_tokenizer_is_judged_before_the_weights_come(
+    server: Hub, folder: Path, in_folder: Path, tmp_path: Path
+) -> None:
+    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server.add("acme/tiny", {**content, "tokenizer.json": b"{}"})
+    with pytest.raises(InputDataError, match=r"tokenizer\.json is not a tokenizer"):
+        built("acme/tiny", tmp_path)
+    assert server.fetched() == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.loopback
 @pytest.mark.parametrize(
     ("kind", "free", "until"), [("hub", 1000, "download"), ("hub", 100_000, "convert"), ("folder", 1000, "convert")]
 )
