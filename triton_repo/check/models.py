@@ -18,6 +18,17 @@ BACKENDS = (
     ENGINE_BACKEND, "python", "vllm", "onnxruntime", "tensorrt", "pytorch", "dali", "identity", "openvino", "fil",
     "repeat", "square", "tensorflow",
 )  # fmt: skip
+# Backend that Triton takes for a platform, and for a file, in this order, where config.pbtxt names no backend. Source:
+# AutoCompleteBackendFields in src/model_config_utils.cc of Triton's core.
+PLATFORMS = {
+    "tensorflow_savedmodel": "tensorflow", "tensorflow_graphdef": "tensorflow", "tensorrt_plan": "tensorrt",
+    "onnxruntime_onnx": "onnxruntime", "pytorch_libtorch": "pytorch", "libtorch": "pytorch", "torch_aoti": "pytorch",
+}  # fmt: skip
+FILES = {
+    "model.savedmodel": "tensorflow", "model.graphdef": "tensorflow", "model.plan": "tensorrt",
+    "model.onnx": "onnxruntime", "model.xml": "openvino", "model.pt": "pytorch", "model.pt2": "pytorch",
+    SCRIPT: "python",
+}  # fmt: skip
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 # Parameters that name another model. This project's scripts also have the text models here; NVIDIA's hard-codes them.
 MODEL_KEYS = (
@@ -51,7 +62,16 @@ class Model:
 
     @property
     def backend(self) -> str:
-        return str(self.config.backend) if self.config is not None else ""
+        """The backend that config.pbtxt names, or the one that Triton takes in its place; empty for none."""
+        if self.config is None:
+            return ""
+        if self.config.backend:
+            return str(self.config.backend)
+        platform, named = self.config.platform, self.config.default_model_filename
+        if platform or named:
+            return PLATFORMS.get(platform) or FILES.get(named, "")
+        there = {path.name for path in self.folder.glob("*/model.*") if path.parent.name.isdigit()}
+        return next((backend for name, backend in FILES.items() if name in there), "")
 
     @property
     def batch(self) -> int:
@@ -258,9 +278,7 @@ def _check_backend(model: Model, report: Report) -> None:
                 why="an ensemble has the platform 'ensemble' and no backend",
             )
         return
-    name = config.backend
-    if not name and not config.platform and model.version_files(config.default_model_filename or SCRIPT):
-        return  # Triton selects the Python backend because of the script.
+    name = model.backend
     found = PLACEHOLDER.search(name)
     if found:
         report.error(

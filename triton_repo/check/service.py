@@ -61,11 +61,12 @@ def _find(model: Model, key: str, default: str | None, models: dict[str, Model],
     if name is None:
         return None
     if name not in models and not (report.repository / name).is_dir():
+        others = models.keys() - {model.name, model.value("tensorrt_llm_model_name") or DEFAULT_ENGINE}
         report.error(
             "model-missing",
             model.at_parameter(key),
             f"names the model '{name}', which is not in the repository",
-            remedy=did_you_mean(nearest(name, models, 0.6)),
+            remedy=did_you_mean(nearest(name, others, 0.6)),
         )
     found = models.get(name)
     return found if found is not None and found.config is not None else None

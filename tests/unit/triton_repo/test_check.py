@@ -38,6 +38,7 @@ from tests.support.repository_faults import RELEASES, expect, looked_into, told
 from tests.support.triton_repositories import SCRIPT, Repository, inflight
 from trtpipe.configs.facts import find_toolchain
 from trtpipe.triton_repo.check import RULES, WARNING, RepositoryError, check_configs, check_repository
+from trtpipe.triton_repo.check.models import FILES, PLATFORMS
 from trtpipe.triton_repo.combine import link_models
 
 ALL = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls")
@@ -65,6 +66,15 @@ class TritonDecoder:
         self._llm_outputs = ["output_ids", "sequence_length", "num_input_tokens"]
         self.input_names = ["text_input", "seed", "min_tokens"]
 """
+
+
+def model_of(name: str, line: str, file: str) -> Change:
+    """A further model without a backend: a line of its config.pbtxt, and a file."""
+    tensors = "[ { name: 'X' data_type: TYPE_FP32 dims: [ 1 ] } ]"
+    config = f"name: '{name}'\nmax_batch_size: 8\n{line}\ninput {tensors}\noutput {tensors.replace('X', 'Y')}\n"
+    return both(write(f"{name}/config.pbtxt", config), write(f"{name}/{file}", "x"))
+
+
 # name, change, rule; warnings say so.
 # fmt: off
 WRONG: list[tuple[Any, ...]] = [
@@ -419,6 +429,12 @@ def test_what_a_script_reads_is_not_guessed_where_it_is_missing_or_broken(
     expect(repository, "model-script")
 
 
+def test_a_draft_model_is_not_the_model_that_it_drafts_for(repository: Repository) -> None:
+    repository.parameter("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft")
+    fault = expect(repository, "model-missing")
+    assert (fault.what, fault.remedy) == ("names the model 'tensorrt_llm_draft', which is not in the repository", "")
+
+
 def test_a_tokenizer_that_several_models_miss_is_told_once_with_all_of_them(repository: Repository) -> None:
     shutil.rmtree(repository.path / "preprocessing" / "1" / "tokenizer")
     fault = expect(repository, "tokenizer-folder")
@@ -495,6 +511,9 @@ HARMLESS: list[tuple[str, Change]] = [
     ("no script model", remove("tensorrt_llm_bls")),
     ("no ensemble", remove("ensemble")),
     ("no backend", edit("postprocessing", 'backend: "python"\n', "")),
+    ("platforms", both(*(model_of(platform, f'platform: "{platform}"', "1/any") for platform in PLATFORMS))),
+    ("files", both(*(model_of(name.replace(".", "_"), "", f"1/{name}") for name in FILES if name != "model.py"))),
+    ("named file", model_of("named", 'default_model_filename: "model.onnx"', "1/model.onnx")),
     ("no name", edit("postprocessing", 'name: "postprocessing"\n', "")),
     ("two versions", write("postprocessing/2/model.py", SCRIPT)),
     ("stray files", both(write("README.md", ""), write("tensorrt_llm_bls/1/multi_lora.json", "{}"),
