@@ -107,10 +107,12 @@ class ChatTemplate:
         messages: list[Message],
         settings: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = True,
     ) -> str:
-        """Render the prompt. `settings` are variables of the model's own template, such as Qwen 3's enable_thinking;
-        `tools` are functions that the answer may call, in OpenAI's form."""
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        """Render the prompt; without `prompt` a conversation that is over. `settings` are variables of the model's own
+        template, such as Qwen 3's enable_thinking; `tools` are functions that the answer may call, in OpenAI's form."""
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
             return str(self._compiled.render({**(settings or {}), **given, **self._special}))
         except MemoryError:

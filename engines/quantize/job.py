@@ -145,11 +145,13 @@ def quantize(
             "notes": str(Path(scratch, "notes.json")),
         }
         run_worker("trtpipe.engines.quantize.worker", spec, log, what="quantizing", progress=progress)
-        unreached = read_json(Path(scratch, "notes.json"), "notes")["unreached"]
-    return [
+        notes = read_json(Path(scratch, "notes.json"), "notes")
+    other = [f"{scales} was calibrated on other weights of a model of these sizes"] if notes["other_weights"] else []
+    return other + [
         f"no sample reached expert{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of layer {layer}: "
-        "the scale of its inputs is the other experts'; more --samples would reach more"
-        for layer, numbers in unreached.items()
+        "the scale of its inputs is the other experts'; more samples would reach more: "
+        "--samples of quantize, calibration.samples of build"
+        for layer, numbers in notes["unreached"].items()
     ]
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +25,40 @@ if TYPE_CHECKING:
 
 # Keys of the text in an object of a .jsonl file, in order of preference.
 TEXT_KEYS = ("text", "prompt", "article")
+# Key of a conversation in an object that has no text.
+CHAT_KEY = "messages"
+
+# Makes the text of a conversation.
+Chat = Callable[[list[dict[str, Any]]], str]
 
 # Texts tokenized at a time: enough for the tokenizer's threads, and few more than the rows need.
 BATCH = 64
 
 
-def read_texts(path: Path) -> Iterator[str]:
+def read_texts(path: Path, chat: Chat | None = None) -> Iterator[str]:
     """Read the non-blank texts of a file, in its order.
 
     .txt    paragraphs, separated by blank lines
-    .jsonl  an object on each line, its text under one of TEXT_KEYS
+    .jsonl  an object on each line, its text under one of TEXT_KEYS, or a conversation of {role, content} under CHAT_KEY
+    chat    makes the text of a conversation; None refuses them
 
     The call raises UsageError for another kind of file. The iteration raises InputDataError naming the file and line
     that cannot be read, or naming the file when it holds no text.
     """
-    readers = {".txt": _paragraphs, ".jsonl": _objects}
+    readers: dict[str, Callable[[Path], Iterator[str]]] = {".txt": _paragraphs, ".jsonl": partial(_objects, chat)}
     if path.suffix not in readers:
         raise UsageError(f"{path} is not a file of texts", remedy="give a .txt file (paragraphs) or a .jsonl file")
     return _some(path, readers[path.suffix](path))
+
+
+def unread_keys(path: Path) -> tuple[str, list[str]]:
+    """The key that `read_texts` reads in the first object of a .jsonl file, and others that hold text or messages."""
+    keys = (*TEXT_KEYS, CHAT_KEY)
+    for _, line in _json_lines(path):
+        value = parse_json(line)
+        used = next((key for key in keys if key in value), "")
+        return used, [key for key, held in value.items() if key != used and (isinstance(held, str) or key in keys)]
+    return "", []
 
 
 def make_samples(
@@ -110,7 +127,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
     yield "".join(lines).strip()
 
 
-def _objects(path: Path) -> Iterator[str]:
+def _objects(chat: Chat | None, path: Path) -> Iterator[str]:
     for number, line in _json_lines(path):
         where = f"{path}, line {number}"
         try:
@@ -120,9 +137,24 @@ def _objects(path: Path) -> Iterator[str]:
         except ValueError as error:
             raise InputDataError(f"{where} is not JSON", why=str(error)) from None
         key = next((key for key in TEXT_KEYS if key in value), None) if isinstance(value, dict) else None
+        if key is None and chat is not None and isinstance(value, dict) and CHAT_KEY in value:
+            yield chat(_turns(value[CHAT_KEY], where))
+            continue
         if key is None or not isinstance(value[key], str):
-            raise InputDataError(f"{where} has no text", remedy=f"give an object with {' or '.join(TEXT_KEYS)}")
+            keys = (*TEXT_KEYS, CHAT_KEY) if chat is not None else TEXT_KEYS
+            raise InputDataError(f"{where} has no text", remedy=f"give an object with {' or '.join(keys)}")
         yield value[key]
+
+
+def _turns(messages: object, where: str) -> list[dict[str, Any]]:
+    def good(one: object) -> bool:
+        return isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+
+    if not isinstance(messages, list) or not messages or not all(map(good, messages)):
+        raise InputDataError(
+            f"{where} has no conversation", remedy=f"give {CHAT_KEY} of texts: [{{role, content}}, ...]"
+        )
+    return messages
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -6,7 +6,7 @@ are computed from the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 
 
@@ -48,8 +49,25 @@ class LayerScales:
         return self.linears.get(name, LinearScales())
 
 
-def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantization, names: SourceNames) -> None:
-    """Write the scales of all layers, first to last, and the quantization that they are for."""
+# Sizes of a model that its scales depend on. A vocabulary may have grown: neither embedding nor head is quantized.
+SIZES = (
+    "architecture", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_size",
+)  # fmt: skip
+
+
+def identity(model: ModelConfig, weights: str) -> dict[str, str]:
+    """What tells a model from others in a file of scales; `weights` is a digest of them."""
+    sizes = {name: str(getattr(model, name)) for name in SIZES}
+    return {**sizes, "experts": str(model.experts and model.experts.count), "weights": weights}
+
+
+def save_scales(
+    layers: Iterable[LayerScales], path: Path, quantization: Quantization, names: SourceNames,
+    model: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write the scales of all layers, first to last, the quantization that they are for, and the `identity` of the
+    model."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         prefix = names.layer(index)
@@ -60,7 +78,7 @@ def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantiz
             tensors[f"{prefix}{names.attention}{cache}"] = getattr(layer, cache)
     # A copy of each, since the file cannot hold one number under two names, as experts have it.
     known = {name: tensor.contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
-    save_file(known, path, metadata=_purpose(quantization))
+    save_file(known, path, metadata={**_purpose(quantization), **(model or {})})
 
 
 def _purpose(quantization: Quantization) -> dict[str, str]:
@@ -72,8 +90,10 @@ def _purpose(quantization: Quantization) -> dict[str, str]:
     }
 
 
-def load_scales(path: Path, num_layers: int, quantization: Quantization, names: SourceNames) -> list[LayerScales]:
-    """Read a file of `save_scales`.
+def load_scales(
+    path: Path, num_layers: int, quantization: Quantization, names: SourceNames, model: Mapping[str, str] | None = None
+) -> list[LayerScales]:
+    """Read a file of `save_scales`, for a model of this `identity`, whose weights may be others.
 
     Raises InputDataError for a damaged or incomplete file, and for one of another recipe or model.
     """
@@ -89,6 +109,14 @@ def load_scales(path: Path, num_layers: int, quantization: Quantization, names: 
                 f"{path} holds scales for {name} {purpose.get(name)}",
                 why=f"the recipe has {name} {wanted}",
                 remedy="calibrate with this recipe",
+            )
+    for name, wanted in (model or {}).items():
+        # Earlier releases, and the pipeline, wrote nothing of the model.
+        if name != "weights" and purpose.get(name, wanted) != wanted:
+            raise InputDataError(
+                f"{path} holds scales of another model, with {name} {purpose[name]}",
+                why=f"this model has {name} {wanted}",
+                remedy="calibrate this model",
             )
 
     for index in range(num_layers):
@@ -123,6 +151,24 @@ def load_scales(path: Path, num_layers: int, quantization: Quantization, names: 
             remedy="calibrate this model",
         )
     return layers
+
+
+def other_weights(path: Path, model: Mapping[str, str]) -> bool:
+    """Whether a file that `load_scales` has read tells of weights that are not those of the `identity`."""
+    with safe_open(path, "pt") as file:
+        return bool((file.metadata() or {}).get("weights", model["weights"]) != model["weights"])
+
+
+def check_widths(path: Path, index: int, scales: LayerScales, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputDataError for smoothing of other sizes than those of layer `index`, whose tensors are `weights`."""
+    for name, linear in scales.linears.items():
+        weight = weights.get(f"{name}.weight")
+        if linear.smooth is not None and weight is not None and linear.smooth.shape != weight.shape[-1:]:
+            raise InputDataError(
+                f"{path} holds scales of another model, with {linear.smooth.numel()} inputs of {name} in layer {index}",
+                why=f"this model has {weight.shape[-1]}",
+                remedy="calibrate this model",
+            )
 
 
 def _needed(quantization: Quantization, names: SourceNames) -> list[str]:

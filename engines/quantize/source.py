@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from trtpipe.engines.families import names_of
 from trtpipe.engines.hf.folder import locate_tensors
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
+
+# Bytes of each tensor in the digest of the weights: enough to tell training, few enough to be read in moments.
+SAMPLED_BYTES = 4096
 
 
 class Source:
@@ -35,6 +39,17 @@ class Source:
     def nbytes(self) -> int:
         """Bytes of all tensors in the files."""
         return sum(tensor.entry.nbytes for tensor in self._located.values())
+
+    def digest(self) -> str:
+        """Digest of the weights, from the type, the shape and the first bytes of each."""
+        found = hashlib.sha256()
+        for name in sorted(self._located):
+            entry = self._located[name].entry
+            with self._located[name].path.open("rb") as file:
+                file.seek(entry.offset)
+                first = file.read(min(entry.nbytes, SAMPLED_BYTES))
+            found.update(f"{name} {entry.dtype} {entry.shape} {len(first)}\n".encode() + first)
+        return found.hexdigest()
 
     def tensor(self, name: str, *, on_device: bool = True) -> torch.Tensor:
         """Read a tensor by its full name, to the device or to the CPU. A router keeps its type: see `Writer`."""

@@ -31,7 +31,14 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantizati
 from trtpipe.engines.quantize import compressed, unified
 from trtpipe.engines.quantize.algorithms import Tensors
 from trtpipe.engines.quantize.encode import for_compressed_tensors, for_hugging_face, for_tensorrt_llm
-from trtpipe.engines.quantize.scales import LayerScales, load_scales, save_scales
+from trtpipe.engines.quantize.scales import (
+    LayerScales,
+    check_widths,
+    identity,
+    load_scales,
+    other_weights,
+    save_scales,
+)
 from trtpipe.engines.quantize.source import Source
 from trtpipe.engines.quantize.writer import Writer
 from trtpipe.engines.reference.devices import find_device, named_memory_errors
@@ -86,9 +93,14 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
                 background.put(index, weights, scales)
                 progress((index + 1) * total // model.num_hidden_layers, total)
         if spec["scales_out"]:
-            save_scales(found, Path(spec["scales_out"]), quantization, names)
+            # Scales alone are an artefact of the store, whose key names the model.
+            known = identity(model, source.digest()) if spec["format"] else None
+            save_scales(found, Path(spec["scales_out"]), quantization, names, known)
         if spec.get("notes"):
-            write_json(Path(spec["notes"]), {"unreached": {str(layer): of for layer, of in unreached.items()}})
+            scales_in = spec["scales_in"]
+            other = scales_in is not None and other_weights(Path(scales_in), identity(model, source.digest()))
+            notes = {"unreached": {str(layer): of for layer, of in unreached.items()}, "other_weights": other}
+            write_json(Path(spec["notes"]), notes)
 
 
 def _layers(
@@ -101,10 +113,13 @@ def _layers(
     """
     names = names_of(model)
     if spec["scales_in"]:
-        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization, names)
+        path = Path(spec["scales_in"])
+        known = load_scales(path, model.num_hidden_layers, quantization, names, identity(model, ""))
         for index, scales in enumerate(known):
             where[0] = f"writing layer {index}"
-            yield source.layer(index), scales
+            weights = source.layer(index)
+            check_widths(path, index, scales, weights)
+            yield weights, scales
         return
     if not quantization.calibrated:
         for index in range(model.num_hidden_layers):

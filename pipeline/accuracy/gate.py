@@ -73,10 +73,12 @@ class AloneReport:
     def refusal(self, report: Path | None = None) -> StageFailed:
         """The error for a failed gate; `report` is the folder of its files, if it is kept."""
         place = f"see {report / HTML_NAME}, then " if report is not None else ""
+        # A build has no gate for an unquantized model.
+        accept = "" if self.plain else ", or pass --accept-accuracy to build"
         return StageFailed(
             f"the accuracy gate failed: {self.failures[0]}",
             why=f"the model came {self.kind}, like this",
-            remedy=f"{place}take another revision of the model, or pass --accept-accuracy to build",
+            remedy=f"{place}take another revision of the model{accept}",
         )
 
     def summary(self) -> list[tuple[str, str]]:

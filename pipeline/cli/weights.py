@@ -171,12 +171,13 @@ def quantize(
     job.check(hf_dir, recipe, layout)
     if save_scales is not None:
         require_place(save_scales)
-    rows = None
+    rows, unread = None, []
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
         if recipe.quantization.calibrated and scales is None:
             with console_progress.working("samples", calib, announce=False):
                 rows = calibration.samples(hf_dir, chosen)
+            unread = calibration.unread(calib)
     with (
         new_folder(out_dir) as out,
         _log("quantize") as log,
@@ -186,7 +187,7 @@ def quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
             device=device, batch_tokens=batch_tokens, log=log, progress=progress,
         )  # fmt: skip
-    for notice in notices:
+    for notice in (*unread, *notices):
         console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "recipe": recipe.name, "format": form})
@@ -255,6 +256,8 @@ def verify(
         chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
         with console_progress.working("samples", text, announce=False):
             ids = calibration.samples(original, chosen)
+    for notice in calibration.unread(text):
+        console.note(f"note: {notice}")
     report: gate.Report | gate.AloneReport
     with _log("verify") as log, console_progress.working("verify", str(quantized or original)) as progress:
         if quantized is None:

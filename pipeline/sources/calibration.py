@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtpipe.configs import facts, read
 from trtpipe.engines.base import CalibrationConfig
@@ -21,6 +22,9 @@ from trtpipe.pipeline.store.digests import Digests, sha256_file
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from tokenizers import Tokenizer
+
+    from trtpipe.engines.quantize.samples import Chat
 
 HELDOUT = "heldout"
 
@@ -74,7 +78,48 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
 
     config, tokenizer = read_model_config(model, quantized=True), read_tokenizer(model)
     require_length(config, calibration)
-    return make_samples(texts(calibration.data), tokenizer, calibration, vocab_size=config.vocab_size)
+    read = texts(calibration.data, _chat(model, tokenizer))
+    return make_samples(read, tokenizer, calibration, vocab_size=config.vocab_size)
+
+
+def _chat(model: Path, tokenizer: Tokenizer) -> Chat:
+    """What makes the text of a conversation with the chat template of the model in folder `model`."""
+    from trtpipe.engines.hf import chat_template
+
+    @functools.cache
+    def template() -> chat_template.ChatTemplate:
+        found = chat_template.read_template(model)
+        if found is None:
+            raise InputDataError(
+                f"{model} has no chat template", why="the data has messages", remedy="give texts under `text`"
+            )
+        return chat_template.compile_template(model, found)
+
+    def chat(messages: list[dict[str, Any]]) -> str:
+        try:
+            # Llama 3's own default: without it the text would depend on the day.
+            text = template()(messages, {"date_string": "26 Jul 2024"}, prompt=False)
+        except InputDataError as error:
+            if error.remedy == chat_template.RAW:
+                error.remedy = "give texts under `text`"
+            raise
+        # Many templates write the token that the tokenizer would put before the text.
+        bos = chat_template.special_tokens(model).get("bos_token", "")
+        return text.removeprefix(bos) if tokenizer.token_to_id(bos) in tokenizer.encode("").ids[:1] else text
+
+    return chat
+
+
+def unread(data: str) -> list[str]:
+    """A notice of texts in a user's .jsonl file that are not read."""
+    from trtpipe.engines.quantize.samples import unread_keys
+
+    known = _find(data)
+    if not isinstance(known, Path) or known.suffix != ".jsonl":
+        return []
+    used, others = unread_keys(known)
+    names = " and ".join(f"'{name}'" for name in others)
+    return [f"{known}: of its objects only '{used}' is read, not {names}"] if others else []
 
 
 def require_length(model: ModelConfig, calibration: CalibrationConfig) -> None:
@@ -86,13 +131,13 @@ def require_length(model: ModelConfig, calibration: CalibrationConfig) -> None:
         )
 
 
-def texts(data: str) -> Iterator[str]:
-    """The texts of a data set or file."""
+def texts(data: str, chat: Chat | None = None) -> Iterator[str]:
+    """The texts of a data set or file; `chat` makes that of a conversation."""
     from trtpipe.engines.quantize.samples import read_texts
 
     known = _find(data)
     if isinstance(known, Path):
-        return read_texts(known)
+        return read_texts(known, chat)
     if known.kind == "file":
         path = facts.CONFIGS / "calibration" / known.file
         if sha256_file(path) != known.sha256:

@@ -71,7 +71,7 @@ class Calibrate(Stage):
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
         quantizing.check(job.inputs["model"], settings.recipe, settings.layout)
-        quantizing.quantize(
+        notices = quantizing.quantize(
             job.inputs["model"],
             None,
             settings.recipe,
@@ -82,7 +82,7 @@ class Calibrate(Stage):
             log=job.log,
             progress=job.progress,
         )
-        return {}
+        return {"notices": [*calibration.unread(settings.calibration.data), *notices]}
 
 
 def layout_of(spec: BuildSpec) -> quantizing.Layout:

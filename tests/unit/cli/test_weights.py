@@ -94,6 +94,17 @@ def test_the_remedy_for_a_data_set_names_options_of_quantize(
     )
 
 
+def test_quantize_tells_what_it_does_not_read(
+    run: Run, model: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", lambda *given, **more: [])
+    (in_folder / "mine.jsonl").write_text(json.dumps({"prompt": "why? " * 20, "response": "so"}))
+    words = ("--quant", "fp8", "--calib", "mine.jsonl", "--samples", "1", "--seq-len", "32")
+    done = run("quantize", model, "out", *words)
+    assert done.status == 0, done.err
+    assert "note: mine.jsonl: of its objects only 'prompt' is read, not 'response'" in " ".join(done.err.split())
+
+
 def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
     done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
     assert done.status == 0, done.err

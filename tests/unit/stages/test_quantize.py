@@ -12,6 +12,7 @@ import numpy.testing  # noqa: F401
 import pytest
 
 from tests.support.factories import MIXTRAL, hf_folder
+from tests.unit.stages.conftest import job as stage_job
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines import BACKENDS
@@ -66,6 +67,20 @@ def test_a_calibrated_precision_that_no_checkpoint_of_tensorrt_llm_holds(
     assert stored is not None
     found = stored.quantization
     assert (stored.method, found.quant_algo, found.kv_cache_quant_algo) == made
+
+
+def test_what_calibration_could_not_do_is_a_notice_of_its_stage(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "quantize", lambda *given, **options: ["no sample reached expert 2 of layer 0"])
+    folder = hf_folder(in_folder / "tiny", **EVEN)
+    data = in_folder / "mine.jsonl"
+    data.write_text(json.dumps({"prompt": "why? " * 20, "response": "so"}))
+    own = (f"calibration.data={data}", "calibration.samples=1", "calibration.seq_len=32")
+    settings = CALIBRATE.settings(plan(folder, *own, gpu="h100", dtype="fp8"))
+    assert CALIBRATE.run(stage_job(settings, in_folder / "out", model=folder))["notices"] == [
+        f"{data}: of its objects only 'prompt' is read, not 'response'", "no sample reached expert 2 of layer 0"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [DENSE, MIXTRAL], ids=["llama", "mixtral"])

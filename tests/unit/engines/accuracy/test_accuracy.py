@@ -387,6 +387,8 @@ def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
     guess = replace(report, measured=replace(alone, quantized_nll=math.log(132.0)))
     assert guess.failures == ["perplexity 132 is that of a guess among 131 tokens, or worse"]
     assert "pass --accept-accuracy to build" in str(guess.refusal())
+    plain_guess = replace(plain, measured=replace(bare, quantized_nll=math.log(132.0)))
+    assert str(plain_guess.refusal()).endswith("take another revision of the model")
 
 
 def test_rows_that_cannot_be_run(llama: Path, compare: Compare, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_an_unreached_expert_is_told(lopsided: Path, tmp_path: Path, monkeypatch
     notices = job.quantize(lopsided, tmp_path / "out", recipe, samples=SAMPLES, device="cpu", log=tmp_path / "log")
     assert notices == [
         "no sample reached expert 2 of layer 0: the scale of its inputs is the other experts'; "
-        "more --samples would reach more"
+        "more samples would reach more: --samples of quantize, calibration.samples of build"
     ]
 
 

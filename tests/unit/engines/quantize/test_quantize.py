@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.support.factories import hf_folder
 from tests.unit.engines.quantize.test_export import CASES, SAMPLES, llama, ours
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.base import DataType, Mapping
@@ -33,6 +34,7 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantizati
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.encode import for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales, load_scales, save_scales
+from trtpipe.engines.quantize.worker import work
 from trtpipe.engines.quantize.writer import Writer
 from trtpipe.engines.reference.mapped_tensors import STORED_DTYPE
 
@@ -248,6 +250,36 @@ def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
     assert load_scales(tmp_path / "s", 2, fp8, NAMES)[1].linear("mlp.up_proj").input_amax == torch.tensor(2.0)
     with pytest.raises(InputDataError, match=r"model\.layers\.1\..* which this model has no place for"):
         load_scales(tmp_path / "s", 1, fp8, NAMES)
+
+
+def test_a_file_of_scales_names_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "run_worker", lambda module, spec, log, *, what, progress: work(spec, progress))
+
+    def written(model: Path, scales: Path, recipe: str = "fp8", save: Path | None = None) -> list[str]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        return job.quantize(
+            model, out, RECIPES[recipe], scales=scales, save_scales=save, device="cpu", log=tmp_path / "log"
+        )
+
+    model, other = hf_folder(tmp_path / "model"), hf_folder(tmp_path / "other", seed=1)
+    larger = hf_folder(tmp_path / "larger", intermediate_size=64)
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_scales([input_scales(1.0)] * 2, old, RECIPES["fp8"].quantization, NAMES)
+    assert written(model, old, save=new) == []
+    assert written(model, new) == []
+    assert written(other, new) == [f"{new} was calibrated on other weights of a model of these sizes"]
+    with pytest.raises(
+        InputDataError, match="holds scales of another model, with intermediate_size 48: this model has intermediate_si"
+    ):
+        written(larger, new)
+    # Files of earlier releases name no model: their vectors tell.
+    smooth = [LayerScales(linears={name: LinearScales(input_amax=torch.ones(()), smooth=torch.ones(
+        48 if name == NAMES.down else 32)) for name in NAMES.linears})] * 2  # fmt: skip
+    save_scales(smooth, old, RECIPES["int8-sq"].quantization, NAMES)
+    assert written(model, old, "int8-sq") == []
+    with pytest.raises(InputDataError, match=r"another model, with 48 inputs of mlp.down_proj in layer 0: .* has 64"):
+        written(larger, old, "int8-sq")
 
 
 def test_scales_of_another_recipe_are_refused(tmp_path: Path) -> None:

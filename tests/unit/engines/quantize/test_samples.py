@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.support.factories import hf_folder
 from trtpipe import configs
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import InputDataError, UsageError
@@ -220,6 +221,47 @@ def test_a_jsonl_file_has_a_text_on_each_line(tmp_path: Path) -> None:
     ]
     content = "\n\n".join(json.dumps(value) for value in objects).encode() + b"\n"
     assert list(read_texts(written(tmp_path, "some.jsonl", content))) == ["as it is\n\n", "two", "Ünï"]
+
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_conversations_are_read_through_the_model_s_chat_template(tmp_path: Path, bos: bool) -> None:
+    model = hf_folder(tmp_path / "model", vocab_size=VOCAB)
+    byte_tokenizer(bos=bos).save(str(model / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '?' if add_generation_prompt }}"
+    (model / "chat_template.jinja").write_text(template)
+    path = written(tmp_path, "some.jsonl", json.dumps({"messages": TURNS}).encode())
+    config = CalibrationConfig(data=str(path), samples=1, seq_len=10)
+    # One <s>, whoever writes it.
+    assert calibration.samples(model, config).tolist() == [[BOS, *ids("[hi][yes]")]]
+    for messages in ([], "hi", [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]):
+        path.write_text(json.dumps({"messages": messages}))
+        with pytest.raises(InputDataError, match="line 1 has no conversation; give messages"):
+            calibration.samples(model, config)
+    path.write_text(json.dumps({"messages": TURNS}))
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(InputDataError, match="cannot be applied: no; give texts under `text`"):
+        calibration.samples(model, config)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(InputDataError, match="has no chat template: the data has messages; give texts under `text`"):
+        calibration.samples(model, config)
+
+
+def test_texts_that_are_not_read_are_told(tmp_path: Path) -> None:
+    def told(**fields: Any) -> list[str]:
+        path.write_text(json.dumps(fields) + "\n")
+        return calibration.unread(str(path))
+
+    path = tmp_path / "some.jsonl"
+    assert told(prompt="2 + 2?", response="4", number=1) == [
+        f"{path}: of its objects only 'prompt' is read, not 'response'"
+    ]
+    assert told(text="two", prompt="one", messages=TURNS) == [
+        f"{path}: of its objects only 'text' is read, not 'prompt' and 'messages'"
+    ]
+    assert told(messages=TURNS, number=1) == told(text="two") == calibration.unread("demo") == []
 
 
 GOOD = b'{"text": "good"}\n'
