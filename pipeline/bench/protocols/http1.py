@@ -26,7 +26,7 @@ MAX_INTERIM = 100  # most informational heads (100 Continue, 103 Early Hints) be
 MAX_DIGITS = 16  # most digits of a length: 2^63 has 19 digits, or 16 in base 16
 MAX_KNOWN = 4096  # most chunk lengths that are remembered
 _CLOSE_DELIMITED = -1
-AT_ONCE = 64  # most connections opened at once: a listen queue is finite
+_AT_ONCE = 64  # most connections opened at once: a listen queue is finite
 
 
 class HttpConnection(asyncio.Protocol):
@@ -289,8 +289,8 @@ class HttpSender:
     async def warm(self, calls: int) -> None:
         await asyncio.sleep(0.001)  # lets connections that the server has closed meanwhile be lost
         missing = calls - len(self._all)
-        for begun in range(0, missing, AT_ONCE):
-            some = min(AT_ONCE, missing - begun)
+        for begun in range(0, missing, _AT_ONCE):
+            some = min(_AT_ONCE, missing - begun)
             # Wait for all of them: one left over would end only after the loop has.
             opened = await asyncio.gather(*(self._open() for _ in range(some)), return_exceptions=True)
             self._idle.extend(one for one in opened if isinstance(one, HttpConnection))
