@@ -290,6 +290,9 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
         raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
     if ask.ray != "auto" and not ask.hosts:
         raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
+    for option in ("attainment", "precision"):
+        if ask.find is None and getattr(ask, option) != DEFAULTS[option]:
+            raise UsageError(f"--{option} is for --find", remedy="give both, or leave it out")
     concurrency, rate, duration, known = _several(ask.concurrency), _several(ask.rate), ask.duration, True
     if ask.find is not None and not (ask.load or concurrency or ask.trace):
         rate, known = rate or [1], rate is not None

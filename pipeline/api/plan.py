@@ -23,7 +23,7 @@ def plan(
     runtime: str = "tensorrt_llm", load: str | Path | None = None, input_tokens: int | str | None = None,
     output_tokens: int | str | None = None, rate: float | None = None, slo: str | Sequence[str] = (),
     price: Mapping[str, float] | None = None, reuse: bool = False, toolchain: str | None = None,
-    adapters: int | None = None, adapter_rank: int = 16, moe_tp: int | Sequence[int] = (),
+    adapters: int | None = None, adapter_rank: int | None = None, moe_tp: int | Sequence[int] = (),
     moe_ep: int | Sequence[int] = (),
 ) -> Advice:  # fmt: skip
     """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
@@ -40,7 +40,7 @@ def plan(
     price          price of one GPU per hour, by name of a GPU that is compared
     reuse          whether the KV cache of shared prefixes is reused
     toolchain      release of TensorRT-LLM; the default one if None
-    adapters       LoRA adapters of `adapter_rank` that are in the GPU's memory at once
+    adapters       LoRA adapters of `adapter_rank`, 16 if None, that are in the GPU's memory at once
     moe_tp, moe_ep  of a model with experts: GPUs that divide each expert, groups of GPUs that divide the experts
 
     Returns candidates, the best first; one without `best` cannot serve this, and `reason` says why. Raises UsageError.
@@ -58,6 +58,9 @@ def plan(
     from trtpipe.pipeline.planner.memory import Adapters
     from trtpipe.pipeline.planner.preparation import recorded
 
+    if adapter_rank is not None and adapters is None:
+        raise UsageError("--adapter-rank is for --adapters", remedy="give both")
+    rank = 16 if adapter_rank is None else adapter_rank
     name, shape = facts.find_shape(str(model))
     work = find_load(str(load)).work if load else Work(input_tokens="512", output_tokens="256")
     if input_tokens is not None:
@@ -80,7 +83,7 @@ def plan(
         release=facts.find_toolchain(toolchain).name,
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         took=recorded(default_home()),
-        adapters=None if adapters is None else Adapters(number=adapters, rank=adapter_rank),
+        adapters=None if adapters is None else Adapters(number=adapters, rank=rank),
         prices=_prices(price or {}, [one.name for one in gpus]),
     )  # fmt: skip
     return advise(question)

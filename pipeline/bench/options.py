@@ -105,7 +105,11 @@ class BenchOptions:
         for load in self.loads:
             places = load.concurrency if isinstance(load, Closed) else load.max_in_flight
             if places is not None and places < self.shares:
-                raise UsageError(f"{self.shares} workers cannot share {places} in flight", remedy="give fewer workers")
+                machines, fewer = (f" on {self.hosts} machines", " or machines") if self.hosts > 1 else ("", "")
+                raise UsageError(
+                    f"{self.shares} workers{machines} cannot share {places} in flight",
+                    remedy=f"give fewer workers{fewer}",
+                )
         for name in ("timeout_s", "token_timeout_s"):
             if not 0 < getattr(self, name) <= MOST_SECONDS:
                 remedy = f"give a positive number of seconds, at most {MOST_SECONDS:,.0f}"

@@ -76,7 +76,7 @@ def plan(
     adapters: Annotated[
         int | None, typer.Option(help="LoRA adapters that are in the GPU's memory at once; none if left out.")
     ] = None,
-    adapter_rank: Annotated[int, typer.Option(help="Rank of those adapters.")] = 16,
+    adapter_rank: Annotated[int | None, typer.Option(help="Rank of those adapters; 16 if left out.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
@@ -107,8 +107,12 @@ def plan(
     from trtpipe.pipeline.store.folders import require_place
 
     if table := against or calibrate:
-        if model is not None or (against and calibrate):
-            raise UsageError("--against and --calibrate take a table alone", remedy="leave out --model and the other")
+        if against and calibrate:
+            raise UsageError("--calibrate also prints what --against does", remedy="leave out --against")
+        if model is not None:
+            raise UsageError(
+                f"--{'against' if against else 'calibrate'} takes the models of its table", remedy="leave out --model"
+            )
         console_plan.comparison(*compared(table, calibrate=calibrate is not None), as_json=as_json)
         return
     if model is None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.sampling import TEMPERATURES, TOP_P
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 from trtpipe.pipeline.gateway.guides import GuideRequest, guide_request
 from trtpipe.pipeline.gateway.messages import Message
@@ -73,8 +74,8 @@ class Common(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    temperature: float | None = Field(None, ge=TEMPERATURES[0], le=TEMPERATURES[1])
+    top_p: float | None = Field(None, ge=TOP_P[0], le=TOP_P[1])
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

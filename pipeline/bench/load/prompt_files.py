@@ -18,6 +18,7 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError, TrtpipeError, suggestion
 from trtpipe.engines.json_input import open_regular, parse_json, read_bounded
+from trtpipe.engines.sampling import TEMPERATURES, TOP_P
 from trtpipe.pipeline.bench.load.lengths import MOST_TOKENS
 from trtpipe.pipeline.bench.load.lines import MOST_LINES, numbered, read_object, shown
 
@@ -42,6 +43,7 @@ _KINDS: dict[tuple[type, ...], str] = {
     (bool,): "true or false",
     (str, list): "text or a list of texts",
 }
+_BOUNDS = {"temperature": TEMPERATURES, "top_p": TOP_P}
 PROMPTS = ("prompt", "text_input", "messages")
 LENGTHS = ("max_tokens", "output_tokens")
 # Limit of a file that is one JSON list: ShareGPT's own, which most benchmarks use, has 673 MB, and some 30 million of
@@ -67,7 +69,7 @@ class Entry:
 
 
 def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeError] = InputDataError) -> None:
-    """Raise `error` for an unknown sampling option, or for one of the wrong type."""
+    """Raise `error` for an unknown sampling option, or for one of the wrong type or out of bounds."""
     for name, value in options.items():
         if name not in SAMPLING:
             raise error(f"{where}: unknown sampling option '{name}'", remedy=suggestion(str(name), SAMPLING))
@@ -75,6 +77,9 @@ def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeErr
         endless = isinstance(value, float) and not math.isfinite(value)
         if type(value) not in SAMPLING[name] or words or endless:
             raise error(f"{where}: {name} is {shown(value)}, not {_KINDS[SAMPLING[name]]}")
+        if name in _BOUNDS and not _BOUNDS[name][0] <= value <= _BOUNDS[name][1]:
+            least, most = _BOUNDS[name]
+            raise error(f"{where}: {name} is {shown(value)}", remedy=f"give {least} to {most}")
 
 
 def read_prompts(file: Path) -> list[Entry]:

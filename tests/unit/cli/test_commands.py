@@ -173,6 +173,14 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     assert refused("bench", *there, "--ray", "10.0.0.1:6379") == (
         "--ray says of which cluster --hosts are; give --hosts too"
     )
+    assert refused("bench", *there, "--hosts", "2", "--concurrency", "1") == (
+        "2 workers on 2 machines cannot share 1 in flight; give fewer workers or machines"
+    )
+    assert refused("bench", *there, "--attainment", "0.5") == "--attainment is for --find; give both, or leave it out"
+    assert refused("bench", *there, "--precision", "0.5") == "--precision is for --find; give both, or leave it out"
+    assert refused("bench", *there, "--sampling", "top_p=2") == "top_p is 2; give 0 to 1"
+    assert refused("bench", *there, "--sampling", "temperature=-1") == "temperature is -1; give 0 to 2"
+    assert refused("bench", "again", "reports/nosuch").startswith("Invalid value for 'REPORT': Path 'reports/nosuch'")
     assert refused("bench", "--protocol", "http", "--connections", "3").startswith("--connections is of gRPC; ")
     library = refused("bench", "--transport", "tritonclient", "--connections", "3")
     assert library.startswith("--connections is of our own reader: ")

@@ -75,6 +75,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
         (["--moe-ep", "0"], "moe_ep is 0; give 1 or more"),
         (["--moe-tp", "x"], "--moe-tp x is not a number of GPUs; give for example 1,2,4"),
+        (["--adapter-rank", "16"], "--adapter-rank is for --adapters; give both"),
         (["--rate", "1e300"], "rate is 1e+300; give a positive number of requests a second, at most 1,000,000"),
         (["--page", "/"], "/ is a folder; give the name of a file"),
         (["--page", ""], ". is a folder; give the name of a file"),
@@ -88,6 +89,14 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
     done = run("plan", "--model", "llama3-8b", *words)
     assert (done.status, done.err) == (2, f"error: {line}\n")
+
+
+def test_a_table_alone(run: Run, in_folder: Path) -> None:
+    (in_folder / "runs.csv").write_text("")
+    table = ("--against", "runs.csv", "--calibrate", "runs.csv")
+    assert run("plan", *table).err == "error: --calibrate also prints what --against does; leave out --against\n"
+    alone = run("plan", *table[:2], "--model", "llama3-8b")
+    assert (alone.status, alone.err) == (2, "error: --against takes the models of its table; leave out --model\n")
 
 
 def test_where_nothing_serves_the_reasons_are_told_before_nothing_is_split(run: Run) -> None:

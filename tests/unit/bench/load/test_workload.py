@@ -394,6 +394,7 @@ def test_an_answer_that_no_turn_follows_is_not_read(tokenizer: Tokenizer) -> Non
         (lambda: Work(shuffle=True), "shuffle does not apply: there is no file of prompts"),
         (lambda: Work(max_total_tokens=1), "max_total_tokens is 1; give 2 or more"),
         (lambda: Work(options={"temprature": 1}), "options: unknown sampling option 'temprature'; did you mean "),
+        (lambda: Work(options={"top_p": 1.5}), "options: top_p is 1.5; give 0 to 1"),
         (lambda: Work(input_tokens="normal:1"), "input_tokens 'normal:1' cannot be drawn from: "),
         (lambda: Work(output_tokens=0), "output_tokens '0' cannot be drawn from: "),
         (lambda: Work(sessions=Sessions(turns=0)), "turns '0' cannot be drawn from: "),
