@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -253,20 +254,23 @@ def check_files(name: str, entry: dict[str, Any], where: str) -> None:
         raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
 
 
-def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
-    """An inspection of an engine: its settings file must equal the one that this version writes for the spec."""
+def refuse_settings(spec: BuildSpec, engine: dict[str, Any], where: str, others: Collection[str]) -> None:
+    """Raises ArtefactRefused for the entry of an engine whose settings files are not, to the byte, those that this
+    version writes for the spec. The digests tell, so that no file is fetched for it.
 
-    def inspect(engine: Path) -> None:
-        for name, text in load_backend(spec.runtime).rendered(spec.build, spec.engine_target).items():
-            path = engine / name
-            if not path.is_file() or path.stat().st_size > len(text.encode()) or path.read_text("utf-8") != text:
-                raise ArtefactRefused(
-                    f"{where}: the engine's {name} is not what trtpipe {__version__} writes for its settings",
-                    why="it says what a runtime loads and runs",
-                    remedy="take its checkpoint (--only checkpoint,tokenizer,accuracy) and build the engine here",
-                )
-
-    return inspect
+    others  what else of the target is there
+    """
+    files = {PurePosixPath(file["path"]): file["sha256"] for file in engine["files"]}
+    for name, text in load_backend(spec.runtime).rendered(spec.build, spec.engine_target).items():
+        if files.get(PurePosixPath(name)) != hashlib.sha256(text.encode()).hexdigest():
+            only = [one for one in ("checkpoint", "tokenizer", "accuracy") if one in others]
+            raise ArtefactRefused(
+                f"{where}: the engine's {name} is not what trtpipe {__version__} writes for its settings",
+                why="it says what a runtime loads and runs",
+                remedy=f"take its checkpoint (--only {','.join(only)}) and build the engine here"
+                if "checkpoint" in only
+                else "build the target with this version, here or where it comes from",
+            )
 
 
 def refuse_objects(where: str) -> Callable[[Path], None]:

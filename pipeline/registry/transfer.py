@@ -118,8 +118,9 @@ def pull(
     """Pull a target into the store, apart from what is made here, with a run folder: what serving takes, all of it
     where the registry has no engine, or the artefacts `wanted`.
 
-    An engine that this machine cannot run is refused before its files are requested, unless `any_machine`. Every file
-    is verified. What an interrupted pull has received of an artefact is kept, and verified again by the next one.
+    An engine with other settings files than this version's, or that this machine cannot run, unless `any_machine`, is
+    refused before its files are requested. Every file is verified. What an interrupted pull has received of an artefact
+    is kept, and verified again by the next one.
 
     trust_keys  public keys (PEM), one of which must have signed the target's provenance
 
@@ -136,20 +137,21 @@ def pull(
             f"{registry.url} has no {' and no '.join(missing)} of {target}",
             remedy=f"there are: {', '.join(index['artefacts'])}",
         )
+    offered = index["artefacts"]
     if wanted is not None:
-        index = {**index, "artefacts": {name: index["artefacts"][name] for name in wanted}}
+        index = {**index, "artefacts": {name: offered[name] for name in wanted}}
     if "engine" in index["artefacts"]:
+        refuse_settings(spec, offered["engine"], where, offered)
         _require_own_passport(index, registry, where)
         if not any_machine:
             _require_fit(index)
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
-    inspections = {"engine": refuse_settings(spec, where), "adapters": refuse_objects(where)}
     with store.importing(RunFolder.of(spec.target).key):
         for name, entry in index["artefacts"].items():
             folder = store.incoming(Record(**entry["record"]))
             part = store.of(Origin(source=registry.url, content=entry["content"]))
-            inspect = inspections.get(name, lambda out: None)
+            inspect = refuse_objects(where) if name == "adapters" else lambda out: None
             artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
             fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
         link(spec, artefacts, store, index["provenance"])

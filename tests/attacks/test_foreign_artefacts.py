@@ -242,7 +242,7 @@ def test_settings_of_a_runtime_are_those_that_are_written_here(in_folder: Path, 
     asked = plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16", runtime=runtime)
     sender, shelf = Store(tmp_path / "sender"), open_registry(str(tmp_path / "shelf"))
     execute(asked, sender, Recorder())
-    transfer.push(asked.target, shelf, sender)
+    transfer.push(asked.target, shelf, sender, ("engine", "tokenizer", "checkpoint"))
     store = victim(tmp_path)
     transfer.pull(asked.target, shelf, store, any_machine=True)
 
@@ -253,9 +253,15 @@ def test_settings_of_a_runtime_are_those_that_are_written_here(in_folder: Path, 
     path = tmp_path / "shelf" / "targets" / f"{asked.target}.json"
     path.write_text(json.dumps(with_file(json.loads(path.read_text()), settings.name, text)))
     third = Store(tmp_path / "third")
-    with pytest.raises(ArtefactRefused, match=f"the engine's {settings.name} is not what trtpipe .* writes for its"):
+    refusal = f"the engine's {settings.name} is not what trtpipe .* writes for its settings: it says what .* runs; "
+    with pytest.raises(ArtefactRefused, match=refusal + r"take its checkpoint \(--only checkpoint,tokenizer\) and"):
         transfer.pull(asked.target, shelf, third, any_machine=True)
-    assert not list((third.home / "imported" / "build").glob("[!.]*"))
+    index = json.loads(path.read_text())
+    del index["artefacts"]["checkpoint"]  # as a push leaves it out
+    path.write_text(json.dumps(index))
+    with pytest.raises(ArtefactRefused, match=refusal + "build the target with this version, here or where it comes"):
+        transfer.pull(asked.target, shelf, third, any_machine=True)
+    assert not (third.home / "imported").exists(), "nothing is fetched for it"
 
 
 def test_an_export_brings_no_engine(in_folder: Path, tmp_path: Path) -> None:
