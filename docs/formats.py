@@ -67,7 +67,7 @@ def refusal(runtime: str, gpu: GpuSpec, dtype: DataType, quantization: Quantizat
         return "it has no CPU"
     try:
         if not backend.ANYWHERE:
-            check_sm(replace(recipe, kv_cache_quant_algo=quantization.kv_cache_quant_algo), gpu, recipes)
+            check_sm(replace(recipe, kv_cache_quant_algo=quantization.kv_cache_quant_algo), gpu, recipes, runtime)
         target = Target(
             gpu=gpu, mapping=Mapping(), quantization=quantization, toolchain=facts.find_toolchain(None), dtype=dtype
         )

@@ -156,7 +156,7 @@ def resolve_precision(
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
-    sms = tuple(sm for sm in recipe.sms if sm in cache_sms(recipe))
+    sms = engine_sms(recipe, gpu, runtime)
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
@@ -229,16 +229,16 @@ def check_sm(
     the release `toolchain` where they are known."""
     if gpu.sm is None:
         return  # on a CPU the reference runtime executes all recipes
-    if gpu.sm not in recipe.sms:
-        where = ", ".join(f"SM{sm}" for sm in recipe.sms)
+    known = kernel_sms(recipe, runtime)
+    if gpu.sm not in known:
+        where = ", ".join(f"SM{sm}" for sm in known)
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}",
             why=f"it is known to run on {where}",
             remedy=f"use --dtype {_able(gpu, recipes, runtime, experts=experts, toolchain=toolchain)} here",
         )
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
-    if gpu.sm not in allowed:
-        assert cache is not None
+    if cache is not None and gpu.sm not in allowed:
         where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
@@ -258,17 +258,34 @@ def _able(
     """The values of --dtype that run on `gpu`, in words."""
     able = []
     for one in recipes.values():
-        if one.quant_algo is None or gpu.sm not in (one.quant_algo.row.native or one.sms):
+        known = kernel_sms(one, runtime)
+        if one.quant_algo is None or gpu.sm not in (one.quant_algo.row.native or known):
             continue
         if runtime is not None and not reads(runtime, one.quant_algo, experts=experts):
             continue
         if runtime is not None and toolchain is not None:
             target = Target(gpu=gpu, mapping=Ranks(), quantization=one.quantization, toolchain=toolchain)
-            sms = load_backend(runtime).runs_on(target, one.sms)
+            sms = load_backend(runtime).runs_on(target, known)
             if sms is not None and gpu.sm not in sms:
                 continue
         able.append(one.name)
     return " or ".join([*([", ".join(sorted(able))] if able else []), "bf16"])
+
+
+def kernel_sms(recipe: QuantRecipe, runtime: str | None) -> tuple[int, ...]:
+    """The SMs that have kernels for a recipe's weights, in `runtime` if it is known."""
+    algo = recipe.quant_algo
+    more = load_backend(runtime).MORE_SMS.get(algo, ()) if runtime is not None and algo is not None else ()
+    return tuple(sorted({*recipe.sms, *more}))
+
+
+def engine_sms(recipe: QuantRecipe, gpu: GpuSpec, runtime: str | None) -> tuple[int, ...]:
+    """The SMs that run a recipe and its KV cache: its own, or those of `runtime` for a GPU that has its kernels alone.
+
+    Engines of other GPUs keep what their passports say.
+    """
+    known = recipe.sms if gpu.sm is None or gpu.sm in recipe.sms else kernel_sms(recipe, runtime)
+    return tuple(sm for sm in known if recipe.kv_cache_quant_algo is None or sm in cache_sms(recipe))
 
 
 def cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from trtpipe.engines.backends.base import readers
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
-from trtpipe.engines.precision import SHORT_NAMES, Precision, QuantRecipe, cache_sms, check_sm
+from trtpipe.engines.precision import SHORT_NAMES, Precision, QuantRecipe, check_sm, engine_sms
 from trtpipe.engines.quantize.stored import CONVERTIBLE, require_convertible
 
 
@@ -22,6 +22,7 @@ def stored_precision(
     recipes: Mapping[str, QuantRecipe],
     kv_cache: str | None = None,
     group_size: int | None = None,
+    runtime: str | None = None,
 ) -> Precision:
     """The precision that the files of `model` have. What is requested may only name it, or be `auto`.
 
@@ -39,8 +40,11 @@ def stored_precision(
     cache = held.kv_cache_quant_algo.value.lower() if held.kv_cache_quant_algo else "none"
     name = SHORT_NAMES[stored.dtype] if held.quant_algo is None else recipe.name
     name += f"-kv{cache}" if exact is None or held.quant_algo is None else ""
+    # A recipe without a cache names the weights; one with another cache asks for it.
+    named = [one for one in same if one.kv_cache_quant_algo in (None, held.kv_cache_quant_algo)]
+    names = {"auto", name, *(alias for one in (recipe, *named) for alias in (one.name, *one.aliases))}
     asked = {
-        "--dtype": requested if requested not in ("auto", name, recipe.name, *recipe.aliases) else None,
+        "--dtype": requested if requested not in names else None,
         "--kv-cache": kv_cache if kv_cache not in (None, cache) else None,
         "--group-size": group_size if group_size not in (None, held.group_size) else None,
     }
@@ -52,7 +56,7 @@ def stored_precision(
                 remedy=f"leave {option} out, or start from the unquantized model",
             )
     try:
-        check_sm(recipe, gpu, recipes)
+        check_sm(recipe, gpu, recipes, runtime)
     except UsageError as error:
         error.remedy = "choose another GPU, or start from the unquantized model"
         raise
@@ -60,7 +64,7 @@ def stored_precision(
         name=name,
         dtype=stored.dtype,
         reason="the model is quantized already",
-        sms=tuple(sm for sm in recipe.sms if sm in cache_sms(recipe)),
+        sms=engine_sms(recipe, gpu, runtime),
         recipe=recipe,
         stored=stored.method,
     )

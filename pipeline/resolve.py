@@ -83,7 +83,7 @@ def resolve(
             requested, gpu, recipes, cache, group_size, runtime, experts=experts, toolchain=toolchain
         )
     else:
-        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
+        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size, runtime)
     accept_accuracy = read_flag(chosen, "accept_accuracy")
     tasks = read_tasks(chosen, quantized=precision.recipe is not None)
     executor = read_string(chosen, "executor") or "auto"

@@ -105,6 +105,7 @@ class EngineBackend(Protocol):
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     OLD_GPUS  why it runs on no GPU before SM80; "" where the file of such a GPU says it
     WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
+    MORE_SMS  SMs that it has kernels for, beyond those of a recipe's file: algorithm -> SMs
     READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
     NOTICE    what a user should know before choosing it; "" for nothing
@@ -132,6 +133,7 @@ class EngineBackend(Protocol):
     SEQUENCES_PER_STUB: int | None
     OLD_GPUS: str
     WEIGHT_ONLY: tuple[QuantAlgo, ...]
+    MORE_SMS: dict[QuantAlgo, tuple[int, ...]]
     READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
     NOTICE: str

@@ -40,6 +40,7 @@ NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
 OLD_GPUS = "it has been tried on SM80 and newer alone"
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+MORE_SMS: dict[QuantAlgo, tuple[int, ...]] = {}
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = ""

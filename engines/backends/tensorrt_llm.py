@@ -25,6 +25,7 @@ NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
 OLD_GPUS = ""
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+MORE_SMS: dict[QuantAlgo, tuple[int, ...]] = {}
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 NOTICE = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"

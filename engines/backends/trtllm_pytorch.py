@@ -43,6 +43,7 @@ SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", 
 FILE = "llm_args.yaml"
 OLD_GPUS = ""
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+MORE_SMS: dict[QuantAlgo, tuple[int, ...]] = {}
 # Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (

@@ -101,6 +101,14 @@ CACHE = "VLLM_CACHE_ROOT"
 OLD_GPUS = "vLLM 0.25 and newer have no kernels before SM75, and its engines have been tried on SM80 and newer alone"
 # Where the GPU has no FP4, vLLM's Marlin kernel decodes the weights and takes inputs as they are.
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = (QuantAlgo.NVFP4,)
+# Source: model_executor/kernels/linear of vLLM 0.32. Marlin decodes weights from SM75 on, those of FP8 blocks on SM89
+# too, and CUTLASS multiplies FP8 on Blackwell.
+MORE_SMS: dict[QuantAlgo, tuple[int, ...]] = {
+    QuantAlgo.FP8_BLOCK_SCALES: (89, 120),
+    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: (100, 103, 120),
+    QuantAlgo.W4A16_AWQ: (100, 103, 120),
+    QuantAlgo.W8A16: (100, 103, 120),
+}
 # As measured: docs/measurements/vllm.md.
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.FP8_BLOCK_SCALES, QuantAlgo.NVFP4),

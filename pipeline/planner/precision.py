@@ -23,7 +23,7 @@ def planned_precision(
     GPU or the runtime cannot have."""
     recipes = facts.load_quant_recipes()
     if stored is not None:
-        found = stored_precision(model, stored, dtype, gpu, recipes, kv_cache, group_size)
+        found = stored_precision(model, stored, dtype, gpu, recipes, kv_cache, group_size, runtime)
         require_readable(model, stored, runtime, experts=shape.experts is not None)
         check_expert_format(shape, stored.quantization, load_backend(runtime).FORM, stored.method, on_cpu=gpu.is_cpu)
         return found

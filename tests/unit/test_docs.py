@@ -109,7 +109,7 @@ def test_what_the_table_of_formats_says_ran_is_on_the_page_that_it_names() -> No
         "reference": "refused: it does not read the formats that can hold it (hf)",
         "tensorrt_llm": "refused: it does not read the formats that can hold it (hf)",
         "trtllm_pytorch": "written: SM90, SM100",
-        "vllm": "runs: [H100](measurements/vllm.md); written: SM100",
+        "vllm": "runs: [H100](measurements/vllm.md); written: SM89, SM100, SM120",
     }
     assert rows["int8-sq"]["vllm"] == "runs: [H100](measurements/vllm.md); written: SM80, SM86, SM89"
     assert rows["KV cache nvfp4"]["vllm"] == "written: SM100"

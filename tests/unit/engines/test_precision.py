@@ -8,8 +8,10 @@ from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.precision import Precision, find_recipe, parse_float, resolve_precision
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.stored_precision import stored_precision
 
 CPU = GpuSpec(name="cpu", sm=None)
 RECIPES = load_quant_recipes()
@@ -99,6 +101,50 @@ def test_a_recipe_is_a_dtype(requested: str, device: GpuSpec, algo: QuantAlgo) -
     recipe = resolve(requested, device).recipe
     assert recipe is not None
     assert recipe.quant_algo is algo
+
+
+@pytest.mark.parametrize(
+    ("requested", "device"),
+    [
+        ("fp8-block", L40S), ("fp8-block", gpu("rtx5090", 120)), ("fp8-pc-pt", B200),
+        ("int4-awq", gpu("rtx5090", 120)), ("int8-wo", B200),
+    ],
+)  # fmt: skip
+def test_vllm_has_kernels_that_tensorrt_llm_has_not(requested: str, device: GpuSpec) -> None:
+    found = resolve_precision(requested, device, RECIPES, runtime="vllm")
+    assert device.sm in found.sms
+    for runtime in ("tensorrt_llm", "trtllm_pytorch"):
+        with pytest.raises(UsageError, match=f"{requested} does not run on {device.name}"):
+            resolve_precision(requested, device, RECIPES, runtime=runtime)
+    # What a passport said of the recipe's own GPUs stays.
+    recipe = RECIPES[requested]
+    own = resolve_precision(requested, gpu("own", recipe.sms[0]), RECIPES, runtime="vllm")
+    assert own.sms == recipe.sms
+    with pytest.raises(UsageError, match="a KV cache in FP8 does not run on a100"):
+        resolve_precision("int4-awq", A100, RECIPES, "fp8", runtime="vllm")
+
+
+def stored(algo: QuantAlgo, cache: KvCacheQuantAlgo | None = None) -> Stored:
+    coded = Quantization(quant_algo=algo, kv_cache_quant_algo=cache)
+    return Stored(method="fp8", quantization=coded, dtype=DataType.BFLOAT16)
+
+
+def test_a_model_that_came_quantized_runs_where_its_runtime_has_kernels() -> None:
+    blocks = stored(QuantAlgo.FP8_BLOCK_SCALES)
+    assert 89 in stored_precision("m", blocks, "auto", L40S, RECIPES, runtime="vllm").sms
+    with pytest.raises(UsageError, match="fp8-block does not run on l40s"):
+        stored_precision("m", blocks, "auto", L40S, RECIPES, runtime="trtllm_pytorch")
+
+
+def test_a_recipe_of_the_weights_names_a_model_that_came_quantized_with_a_cache() -> None:
+    cached, plain = stored(QuantAlgo.FP8, KvCacheQuantAlgo.FP8), stored(QuantAlgo.FP8)
+    for requested in ("fp8", "fp8-kv", "auto"):
+        assert stored_precision("m", cached, requested, H100, RECIPES).name == "fp8-kv"
+    assert stored_precision("m", cached, "fp8", H100, RECIPES, "fp8").name == "fp8-kv"
+    with pytest.raises(UsageError, match="--kv-cache none is not the precision of m"):
+        stored_precision("m", cached, "fp8", H100, RECIPES, "none")
+    with pytest.raises(UsageError, match="--dtype fp8-kv is not the precision of m"):
+        stored_precision("m", plain, "fp8-kv", H100, RECIPES)
 
 
 @pytest.mark.parametrize("requested", ["auto", "fp16", "fp8", "int8"])
