@@ -88,7 +88,9 @@ def examine(
     if late > max(LATENESS_MS, LATENESS_SHARE * typical):
         reasons.append(Reason("the event loop was late", f"by {late:.1f} ms at the 99th percentile", less))
     if not bounded and delayed > max(DISPATCH_MS, DISPATCH_SHARE * typical):
-        reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", less))
+        # A request also waits for a new connection where the server has closed an idle one.
+        closer = f"{less}; to a server that closes idle connections, from a machine near it"
+        reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", closer))
     if cpu_share > CPU_SHARE:
         reasons.append(Reason("the client's core was full", f"{cpu_share:.0%} of it", less))
     if asked is not None and whole and reached < REACHED_SHARE * asked:
