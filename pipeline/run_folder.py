@@ -147,6 +147,10 @@ class RunFolder:
                 f"plan {path} is refused by this version: {error.what}", why=error.why, remedy=remedy
             ) from None
 
+    def recorded(self) -> dict[str, Any]:
+        """What the spec's file holds, unchecked; empty where there is none."""
+        return _told(self.path / "plan.json")
+
     @property
     def rebuild(self) -> str:
         """What a message says to do about an artefact that was lost: the command that makes this target again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,6 +182,37 @@ def announce(spec: BuildSpec) -> None:
         console.note(f"{words(value.value)}  ({value.source})", head=f"  {value.name:<{width}}  ")
     if len(chosen) < len(spec.values):
         console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
+    _note_replaced(spec)
+
+
+def _note_replaced(spec: BuildSpec) -> None:
+    """Say of a target with other settings which recipe made it, where it was another, and which server has it."""
+    from trtpipe.engines.json_input import parse_json
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.run_folder import RunFolder
+    from trtpipe.pipeline.serving.servers import running
+    from trtpipe.pipeline.serving.targets import server_of
+
+    run = RunFolder.of(spec.target)
+    before, now = run.recorded(), parse_json(json.dumps(spec.to_json()))
+    if not before or before.get("settings") == now["settings"]:
+        return
+    maker = _maker(before)
+    if maker != _maker(now):
+        console.note(f"this replaces {spec.target}, which {maker} made: to keep both, build in another folder")
+    server = server_of(run.path, running(own_store()))
+    if server is not None:
+        console.note(f"{spec.target} is served: `trtpipe reload {server}` gives its server the new one")
+
+
+def _maker(plan: dict[str, Any]) -> str:
+    """The recipe, or the kind of command, that a recorded spec is from."""
+    rows = plan.get("values")
+    sources = [str(row.get("source")) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    recipe = next((source for source in sources if source.startswith("recipe ")), None)
+    if recipe is not None:
+        return recipe.removeprefix("recipe ")
+    return "`trtpipe migrate`" if "the engine" in sources else "a command without a recipe"
 
 
 def settings(

@@ -80,6 +80,7 @@ def migrate(
         return
     announce(found.spec)
     run = RunFolder.of(found.spec.target)
+    _note_replaced(found, run.path / TABLE)
     try:
         make_target(found.spec, store=own_store(), reporter=console_build.BuildReporter())
     finally:
@@ -89,6 +90,21 @@ def migrate(
         console.result_json({**found.to_json(), "folder": run.path.absolute()})
     else:
         console.result(f"the table is in {run.path / TABLE}", f"next: {next_command(found.spec.target)}")
+
+
+def _note_replaced(found: Migration, table: Path) -> None:
+    """Say where the new target is that of another deployment, whose table is there."""
+    from trtpipe.engines.json_input import load_json
+    from trtpipe.pipeline.cli import console
+
+    try:
+        before = load_json(table)
+    except (OSError, ValueError):
+        return
+    source = before.get("source") if isinstance(before, dict) else None
+    if isinstance(source, str) and Path(source).absolute() != found.source.absolute():
+        told = f"this replaces {found.spec.target}, which was migrated from {source}"
+        console.note(f"{told}: to keep both, migrate in another folder")
 
 
 def _show(found: Migration) -> None:

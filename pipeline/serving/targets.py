@@ -45,10 +45,10 @@ def list_targets(store: Store) -> list[Target]:
     """The targets in ./runs by name."""
     servers = running(store)
     runs = [RunFolder(plan.parent) for plan in sorted(RUNS.glob("*/plan.json"))]
-    return [_describe(run, store, _server_of(run.path, servers)) for run in runs]
+    return [_describe(run, store, server_of(run.path, servers)) for run in runs]
 
 
-def _server_of(run: Path, servers: Sequence[Server]) -> str | None:
+def server_of(run: Path, servers: Sequence[Server]) -> str | None:
     """Name of the server that has what is in a run folder."""
     return next((server.name for server in servers for served in server.served if served.comes_from(run)), None)
 
@@ -105,7 +105,7 @@ def remove_targets(names: Sequence[str], store: Store, *, studies: bool = False)
             raise UsageError(
                 f"{path} is no run folder of {store.home}", remedy="give a name of `trtpipe ls`, or remove it yourself"
             )
-        if server := _server_of(path, servers):
+        if server := server_of(path, servers):
             raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
         RunFolder(path).require_untuned(store)
         if not studies and (count := len(list(path.glob("tune/*/")))):

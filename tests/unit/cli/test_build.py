@@ -80,6 +80,30 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
     assert partly.out.splitlines()[-1] == "next: the same command without --until"
 
 
+def test_a_build_of_another_recipe_says_what_it_replaces(
+    build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "tiny.cpu.fp32"
+    common = f"model: {model}\ngpu: cpu\ndtype: fp32\nbuild: {{max_input_len: 64, max_seq_len: 128"
+    Path("chat.yaml").write_text(f"{common}, max_batch_size: 4}}\n")
+    Path("batch.yaml").write_text(f"{common}, max_batch_size: 8}}\n")
+    words = ["build", "--until", "download", "--recipe"]
+    for recipe, replaced in (("chat", None), ("chat", None), ("batch", "chat.yaml"), ("batch", None)):
+        done = run(*words, f"{recipe}.yaml")
+        assert done.status == 0, done.err
+        told = " ".join(done.err.split())
+        note = f"this replaces {target}, which {replaced} made: to keep both, build in another folder"
+        assert (note in told) is (replaced is not None)
+        assert "this replaces" not in told.replace(note, "")
+    remember(store, target, source=Path("runs") / target)
+    monkeypatch.setattr("trtpipe.pipeline.serving.servers.Server.alive", True)
+    told = " ".join(run(*words, "batch.yaml", "--set", "build.max_batch_size=2").err.split())
+    assert f"{target} is served: `trtpipe reload {target}` gives its server the new one" in told
+    assert "this replaces" not in told
+    told = " ".join(build(model, "--until", "download").err.split())
+    assert f"this replaces {target}, which batch.yaml made" in told
+
+
 def test_what_is_next_for_an_engine_that_runs_elsewhere(
     build: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +342,8 @@ def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) 
     assert run("export", "runs/tiny.cpu.fp32", "-o", "nowhere/").error() == (
         "there is no folder nowhere; make it, or give another --output"
     )
+    Path("afile").touch()
+    assert run("export", "tiny.cpu.fp32", "-o", "afile/x.tar").error() == "afile is not a folder; give another --output"
     assert not Path("nowhere").exists()
 
 
