@@ -120,7 +120,8 @@ def quantize(
     if samples is None:
         # Weight-only recipes read no activations, but the hidden states need a shape.
         samples = np.zeros((1, 1), np.int32)
-    target = dtype or read_model_config(source).dtype
+    given = read_model_config(source).dtype
+    target = dtype or given
     if target in (None, DataType.FLOAT32):
         target = DataType.BFLOAT16
     with tempfile.TemporaryDirectory(prefix=".quantize.", dir=log.parent) as scratch:
@@ -147,7 +148,9 @@ def quantize(
         run_worker("trtpipe.engines.quantize.worker", spec, log, what="quantizing", progress=progress)
         notes = read_json(Path(scratch, "notes.json"), "notes")
     other = [f"{scales} was calibrated on other weights of a model of these sizes"] if notes["other_weights"] else []
-    return other + [
+    rounded = out is not None and (given, target) == (DataType.FLOAT16, DataType.BFLOAT16)
+    cast = ["the float16 weights are rounded to bfloat16 before they are quantized"] if rounded else []
+    return [*cast, *other] + [
         f"no sample reached expert{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of layer {layer}: "
         "the scale of its inputs is the other experts'; more samples would reach more: "
         "--samples of quantize, calibration.samples of build"

@@ -59,6 +59,12 @@ class AloneReport:
         return [f"perplexity {perplexity} is that of a guess among {found.vocab_size} tokens, or worse"]
 
     @property
+    def unjudged(self) -> list[str]:
+        """Notices of tasks that would judge a drop, which two models are needed for."""
+        names = dict.fromkeys(one.task for one in self.tasks if one.max_drop is not None)
+        return [f"max_drop of {name} judges nothing: the model was scored alone" for name in names]
+
+    @property
     def saturated(self) -> list[Saturation]:
         """Inputs of matrices that are partly clipped, the largest share first."""
         return clipped(self.measured.saturation)

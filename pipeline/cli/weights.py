@@ -272,6 +272,9 @@ def verify(
         with _log("tasks") as log, console_progress.working("tasks", ", ".join(map(str, files))) as progress:
             scores = score_tasks(files, original, quantized, device=device, log=log, progress=progress)
             report = replace(report, tasks=scores)
+    if isinstance(report, gate.AloneReport):
+        for notice in report.unjudged:
+            console.note(f"note: {notice}")
     if as_json:
         console.result_json(report.to_dict())
     else:

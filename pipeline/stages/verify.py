@@ -113,6 +113,8 @@ class Verify(Stage):
             page.write(report, kept)
             raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
+        if isinstance(report, gate.AloneReport):
+            notices += report.unjudged
         if settings.stored and not settings.alone:
             notices.append("the original below is the quantized folder that the checkpoint was made of")
         return {"notices": [*notices, report.line()]}

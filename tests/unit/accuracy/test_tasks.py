@@ -12,13 +12,18 @@ import pytest
 
 from tests.support.factories import hf_folder, write_tokenizer
 from tests.support.paths import ROOT
-from trtpipe.engines.accuracy.job import LayerError, Measured
+from tests.unit.stages.conftest import job
+from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.accuracy.job import Alone, LayerError, Measured
 from trtpipe.engines.accuracy.scoring import Answers, Continuation, Generation
+from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.precision import Thresholds
 from trtpipe.pipeline.accuracy import gate, page, tasks
 from trtpipe.pipeline.accuracy.task_files import read_task
 from trtpipe.pipeline.accuracy.tasks import TaskScore, _Prepared, score_tasks
+from trtpipe.pipeline.sources import calibration
+from trtpipe.pipeline.stages import verify
 
 CHOICE = {
     "task": "colours", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data.jsonl"}},
@@ -257,6 +262,26 @@ def test_a_score_that_has_dropped_too_far_fails_the_gate() -> None:
     assert report(replace(score, original=0.8, quantized=0.699, max_drop=0.1)).failures != []
     assert report(replace(score, quantized=1.0)).failures == []
     assert report(replace(score, max_drop=None)).failures == []
+
+
+def test_a_drop_that_nothing_is_compared_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Alone(
+        rows=1, seq_len=2, device="cpu", vocab_size=300, quant_algo="FP8", kv_cache_quant_algo=None,
+        quantized_dtype="bfloat16", quantized_nll=1.0, saturation=(),
+    )  # fmt: skip
+    score = TaskScore(task="colours", metric="acc", documents=4, quantized=0.5, quantized_stderr=0.25, max_drop=0.2)
+    scores = [score, replace(score, metric="acc_norm"), replace(score, task="sums", max_drop=None)]
+    monkeypatch.setattr(gate, "measure_alone", lambda *given, **more: alone)
+    monkeypatch.setattr(verify, "score_tasks", lambda *given, **more: scores)
+    monkeypatch.setattr(calibration, "samples", lambda *given: None)
+    settings = verify.Settings(
+        recipe=load_quant_recipes()["fp8"], dtype=DataType.BFLOAT16, accept=False, stored=True, alone=True,
+        tasks=("colours.yaml", "sums.yaml"),
+    )  # fmt: skip
+    (tmp_path / "out").mkdir()
+    told = verify.VERIFY.run(job(settings, tmp_path / "out", model=tmp_path, checkpoint=tmp_path))["notices"]
+    assert told[0] == "max_drop of colours judges nothing: the model was scored alone"
+    assert len(told) == 2
 
 
 REFUSED: list[tuple[dict[str, Any], Sequence[Any], str]] = [

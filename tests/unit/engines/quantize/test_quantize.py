@@ -282,6 +282,18 @@ def test_a_file_of_scales_names_its_model(tmp_path: Path, monkeypatch: pytest.Mo
         written(larger, old, "int8-sq")
 
 
+def test_float16_that_becomes_bfloat16_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "run_worker", lambda module, spec, log, *, what, progress: work(spec, progress))
+    model = hf_folder(tmp_path / "model", dtype="F16", torch_dtype="float16")
+    told = []
+    for dtype in (None, DataType.BFLOAT16):
+        out = tmp_path / str(dtype)
+        out.mkdir()
+        recipe = RECIPES["fp8-pc-pt"]
+        told.append(job.quantize(model, out, recipe, dtype=dtype, device="cpu", log=tmp_path / "log"))
+    assert told == [[], ["the float16 weights are rounded to bfloat16 before they are quantized"]]
+
+
 def test_scales_of_another_recipe_are_refused(tmp_path: Path) -> None:
     save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["int8-sq"].quantization, NAMES)
     with pytest.raises(
