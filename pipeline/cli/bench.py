@@ -138,10 +138,7 @@ def bench(
 
 @app.command(cls=SectionedCommand)
 def again(
-    earlier: Annotated[
-        Path,
-        typer.Argument(help="report.json of an earlier measurement, or its folder.", metavar="REPORT", exists=True),
-    ],
+    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement, or its folder.", exists=True)],
     report: Annotated[
         str | None,
         typer.Option("--report", "-o", help="File or folder of the new report; reports/TIME-TARGET/ if left out."),

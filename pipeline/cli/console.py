@@ -288,9 +288,13 @@ def inspection(found: Inspection, problems: Sequence[str], *, tensors: bool = Fa
         value = dataclasses.asdict(found)
         result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
         return
-    result(f"{found.kind} {found.architecture}, {found.dtype}, {found.parameters:,} values, {size(found.nbytes)}")
-    files = len({tensor.file for tensor in found.tensors})
-    result(f"tensors: {len(found.tensors):,} in {files} file(s)" + ("" if tensors else "; --tensors lists them"))
+    kind = f"{found.kind} {found.architecture}, {found.dtype}"
+    if found.tensors:
+        result(f"{kind}, {found.parameters:,} values, {size(found.nbytes)}")
+        files = len({tensor.file for tensor in found.tensors})
+        result(f"tensors: {len(found.tensors):,} in {files} file(s)" + ("" if tensors else "; --tensors lists them"))
+    else:
+        result(kind, "tensors: none that can be read")
     for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
         if name == "quantization" and not any(settings.get(key) for key in QUANTIZED):

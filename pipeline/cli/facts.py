@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trtpipe.pipeline.cli import completion as complete
-from trtpipe.pipeline.cli.options import Json, own_store
+from trtpipe.pipeline.cli.options import Json
 
 
 def models(as_json: Json = False) -> None:
@@ -247,10 +247,12 @@ def doctor(as_json: Json = False) -> None:
       trtpipe doctor
       trtpipe doctor --json
     """
+    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.doctor import examine
+    from trtpipe.pipeline.store.store import Store
 
-    findings = examine(own_store())
+    findings = examine(Store(default_home()))
     if as_json:
         console.result_json(findings)
     else:

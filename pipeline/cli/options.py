@@ -148,14 +148,18 @@ TargetArgument = Annotated[str, typer.Argument(help="A target in ./runs.", autoc
 
 
 def own_store() -> Store:
-    """The store of the user who runs the command; a file that takes long to hash is shown."""
+    """The store of the user who runs the command; a file that takes long to hash is shown. Raises HostError where
+    TRTPIPE_HOME is not a folder."""
     from trtpipe.configs.home import default_home
+    from trtpipe.engines.errors import HostError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.console_progress import hashing
     from trtpipe.pipeline.store.digests import Digests
     from trtpipe.pipeline.store.store import Store
 
     home = default_home()
+    if home.exists() and not home.is_dir():
+        raise HostError(f"TRTPIPE_HOME is {home}: Not a directory", remedy="set it to a folder that you may write")
     return Store(home, digests=Digests(home / "digests.json", hashing), note=console.note)
 
 

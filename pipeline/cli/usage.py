@@ -30,7 +30,10 @@ def describe(error: Any) -> UsageError:
     remedy = help_text
     if unknown and not dashes and not near and any("--target" in one.opts for one in context.command.params):
         remedy = f"a target is named by --target {unknown}; {remedy}"
-    return UsageError(error.format_message().rstrip(".") + meant, remedy=remedy)
+    told = error.format_message()
+    if getattr(getattr(error, "param", None), "param_type_name", "") == "argument" and error.message:
+        told = error.message  # without "Invalid value for 'NAME'", whose name the user has not written
+    return UsageError(told.rstrip(".") + meant, remedy=remedy)
 
 
 def _number(parameter: Any) -> str:

@@ -46,6 +46,8 @@ def write_monitoring(
                 f"{repository} is a model repository", why="Triton would take a folder in it for a model",
                 remedy="name a folder beside it",
             )  # fmt: skip
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", remedy="name a folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
     rules = _alert_rules(sorted(set(repository_models)), gateway=bool(gateways))

@@ -105,6 +105,13 @@ class Memory:
             return (
                 f"does not fit: the weights take {self.weights / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {gpus}"
             )
+        if self.free <= 0:
+            parts = {"activations": self.activations, "buffers": self.buffers, "adapters": self.adapters}
+            others = "".join(f", the {name} {size / 2**30:.1f}" for name, size in parts.items() if size)
+            return (
+                f"does not fit: the weights take {self.weights / 2**30:.1f} GiB{others} of {have / 2**30:.1f} on each "
+                f"of {gpus}"
+            )
         if not self.batch(longest):
             takes = longest * self.kv_token
             share = f" with {SHARE}={limits.kv_cache_free_gpu_mem_fraction:g}" if takes <= self.free else ""

@@ -65,6 +65,8 @@ def pack(
     if out.is_dir():
         out = out / f"{require_run(target).path.name}.tar"
     if not out.parent.is_dir():
+        if out.parent.exists():
+            raise UsageError(f"{out.parent} is not a folder", remedy="give another --output")
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
     require_replaceable(out)
     index, made = describe(target, store, to_finish(require_run(target).spec()), sign_key=sign_key)

@@ -86,10 +86,13 @@ def launch(
     """Start one server for the repositories of `targets`; return when each has answered a request. `again` where it
     has ended by itself: it then keeps the adapters that were added to it.
 
-    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
-    repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
+    Raises UsageError (a target twice, or served already), HostError (port taken, no tritonserver, no Docker),
+    InputDataError (a repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the
+    server's own reason.
     """
     check_alone(options, len(targets))
+    name = "+".join(target.name for target in targets)
+    _require_not_served(targets, name, store)  # before the check of the repository, which may take seconds
     passports = [check_passport(name, repository, options.gpus) for name, repository, _ in targets]
     require_alike([target.name for target in targets], passports)
     for (name, repository, _), passport in zip(targets, passports, strict=True):
@@ -104,17 +107,21 @@ def launch(
         backend = load_backend(passport.runtime)
         python = engine_python.choose(backend, on_cpu=passport.sm is None, asked=options.engine_python)
         options = replace(options, engine_python=python)
-    name = "+".join(target.name for target in targets)
     with starting(store, name):
-        for server in running(store):
-            if server.name == name and server.watcher != os.getpid():
-                raise HostError(
-                    f"{name} is already served at {server.endpoints.http_url}",
-                    remedy=f"run `trtpipe stop` first, or serve it as NAME: `ln -s {targets[0].name} runs/NAME`",
-                )
+        _require_not_served(targets, name, store)
         if not again:
             shutil.rmtree(adapters.added_folder(store.home / "servers" / name), ignore_errors=True)
         return _launch(name, targets, passports, kind, store, options, note, show)
+
+
+def _require_not_served(targets: Sequence[Found], name: str, store: Store) -> None:
+    """Raises UsageError where another command serves these targets."""
+    for server in running(store):
+        if server.name == name and server.watcher != os.getpid():
+            raise UsageError(
+                f"{name} is already served at {server.endpoints.http_url}",
+                remedy=f"run `trtpipe stop` first, or serve it as NAME: `ln -s {targets[0].name} runs/NAME`",
+            )
 
 
 def _launch(

@@ -21,7 +21,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises UsageError if `path` exists and is not an empty folder.
     """
     path = path.resolve()  # behind a link, the folder it points to
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file", remedy="name a new folder")
+    if path.exists() and any(path.iterdir()):
         raise UsageError(f"{path} already exists and is not an empty folder", remedy="name a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))

@@ -53,7 +53,7 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
     namesake = tmp_path / tiny.name
     _link_tree(tiny_repository, namesake)
     again = tiny.cli.run("serve", str(namesake))
-    assert again.status == 4
+    assert again.status == 2
     assert "already served" in again.err
     with starting(Store(tiny.cli.home), tiny.name):
         meanwhile = tiny.cli.run("serve", str(namesake))

@@ -180,7 +180,7 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     assert refused("bench", *there, "--precision", "0.5") == "--precision is for --find; give both, or leave it out"
     assert refused("bench", *there, "--sampling", "top_p=2") == "top_p is 2; give 0 to 1"
     assert refused("bench", *there, "--sampling", "temperature=-1") == "temperature is -1; give 0 to 2"
-    assert refused("bench", "again", "reports/nosuch").startswith("Invalid value for 'REPORT': Path 'reports/nosuch'")
+    assert refused("bench", "again", "reports/nosuch").startswith("Path 'reports/nosuch' does not")
     assert refused("bench", "--protocol", "http", "--connections", "3").startswith("--connections is of gRPC; ")
     library = refused("bench", "--transport", "tritonclient", "--connections", "3")
     assert library.startswith("--connections is of our own reader: ")
@@ -210,23 +210,23 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["convert", "absent", "out"], "'hf_dir': Directory 'absent' does not exist"),
-        (["quantize", "absent", "out", "--quant", "fp8"], "'hf_dir': Directory 'absent' does not exist"),
-        (["restore", "absent", "out"], "'checkpoint_dir': Directory 'absent' does not exist"),
-        (["inspect", "file"], "'folder': Directory 'file' is a file"),
-        (["inspect", ""], "'folder': Directory '' does not exist"),
-        (["import", "absent"], "'file': File 'absent' does not exist"),
-        (["import", "."], "'file': File '.' is a directory"),
-        (["compare", "file", "absent"], "'reports': Path 'absent' does not exist"),
-        (["bench", "--tokenizer", "absent"], "'--tokenizer': Path 'absent' does not exist"),
-        (["serve", "--tls-cert", "absent"], "'--tls-cert': File 'absent' does not exist"),
+        (["convert", "absent", "out"], "Directory 'absent' does not exist"),
+        (["quantize", "absent", "out", "--quant", "fp8"], "Directory 'absent' does not exist"),
+        (["restore", "absent", "out"], "Directory 'absent' does not exist"),
+        (["inspect", "file"], "Directory 'file' is a file"),
+        (["inspect", ""], "Directory '' does not exist"),
+        (["import", "absent"], "File 'absent' does not exist"),
+        (["import", "."], "File '.' is a directory"),
+        (["compare", "file", "absent"], "Path 'absent' does not exist"),
+        (["bench", "--tokenizer", "absent"], "Invalid value for '--tokenizer': Path 'absent' does not exist"),
+        (["serve", "--tls-cert", "absent"], "Invalid value for '--tls-cert': File 'absent' does not exist"),
     ],
 )
 def test_a_path_that_is_not_there_is_a_wrong_request(run: Run, in_folder: Path, words: list[str], told: str) -> None:
     (in_folder / "file").touch()
     done = run(*words)
     assert (done.status, done.out) == (2, "")
-    assert done.err == f"error: Invalid value for {told}; see `trtpipe {words[0]} --help`\n"
+    assert done.err == f"error: {told}; see `trtpipe {words[0]} --help`\n"
     assert [path.name for path in in_folder.iterdir()] == ["file"]
 
 
@@ -263,6 +263,7 @@ def test_a_machine_that_lacks_something_exits_with_4(
     assert done.status == 4
     assert done.error().startswith(f"TRTPIPE_HOME is {model}/config.json: ")
     assert "Not a directory; set it to " in done.error()
+    assert (run("ls").status, run("ls").error()) == (4, done.error())
 
 
 def test_a_failed_stage_exits_with_5(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.unit.cli.conftest import Outcome, Run, remember, rows
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline.serving import model_control, ports, triton_package, tritonserver
+from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import find_running, running, starting
@@ -94,7 +94,11 @@ def test_a_target_that_is_served_is_served_once_more_by_another_name(
     assert build(model).status == 0
     remember(store, "tiny.cpu.fp32")
     ports = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
-    assert run("serve", *ports).error() == (
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(serve, "check_repository", lambda folder: pytest.fail("it is checked first"))
+        refused = run("serve", *ports)
+    assert refused.status == 2
+    assert refused.error() == (
         "tiny.cpu.fp32 is already served at http://127.0.0.1:1; "
         "run `trtpipe stop` first, or serve it as NAME: `ln -s tiny.cpu.fp32 runs/NAME`"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,6 +249,10 @@ def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
     assert len(long) > len(short) + 10
     assert run("convert", model, "out").status == 0
     assert "quantization: none" in run("inspect", "out").out.splitlines()
+    os.truncate(model / "model.safetensors", 4)
+    damaged = run("inspect", model)
+    assert damaged.out.splitlines()[:2] == ["huggingface LlamaForCausalLM, bfloat16", "tensors: none that can be read"]
+    assert damaged.status == 3
 
 
 @pytest.mark.parametrize(

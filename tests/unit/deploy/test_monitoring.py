@@ -316,3 +316,6 @@ def test_the_folder_is_never_put_into_a_model_repository(tmp_path: Path) -> None
     before = [path.read_bytes() for path in sorted(out.iterdir())]
     write_monitoring(reversed(MODELS), out)
     assert [path.read_bytes() for path in sorted(out.iterdir())] == before
+    (tmp_path / "afile").touch()
+    with pytest.raises(UsageError, match=f"^{tmp_path}/afile is a file; name a folder$"):
+        write_monitoring(MODELS, tmp_path / "afile")

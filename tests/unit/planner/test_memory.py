@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,12 @@ def test_adapters_take_room_from_the_kv_cache() -> None:
         assert found.adapters == 4 * 16 * features * 2
         assert found.free == plain.free - found.adapters
         assert found.kv_blocks < plain.kv_blocks
+    many = dataclasses.replace(LIMITS, adapters=Adapters(number=100_000, rank=16))
+    full = memory(model, BF16, Mapping(), UNQUANTIZED, find_gpu("h100"), many, how)
+    told = full.shortage(768, 1, many)
+    assert re.fullmatch(
+        r"does not fit: the weights take [\d.]+ GiB, .*, the adapters [\d.]+ of 78.1 on each of 1", told
+    )
     with pytest.raises(UsageError, match="the rank of adapters is 0"):
         Adapters(number=1, rank=0)
 

@@ -60,10 +60,11 @@ def test_what_stands_there_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
-    for name in ("file", "full"):
+    told = {"file": "is a file", "full": "already exists and is not an empty folder"}
+    for name, what in told.items():
         with pytest.raises(UsageError) as caught, new_folder(tmp_path / name):
             raise AssertionError("the block must not run")
-        assert str(caught.value) == (f"{tmp_path / name} already exists and is not an empty folder; name a new folder")
+        assert str(caught.value) == f"{tmp_path / name} {what}; name a new folder"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "x"]
 
 
