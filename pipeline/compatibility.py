@@ -74,6 +74,23 @@ def examine(passport: Passport, chosen: Collection[int] | None = None) -> Verdic
     return Verdict(passport=passport, objections=against, remarks=remarks(passport, gpus))
 
 
+def judge_stored(repository: Path, store: Store) -> tuple[bool, str | None]:
+    """Whether a repository is one that this store made, and what has changed in it since, its engine included."""
+    folder = repository.resolve().parent
+    manifest = read_manifest(folder / "manifest.json")
+    if manifest is None or store.folder(manifest.record).resolve() != folder:
+        return False, None
+    fault = store.fault(manifest.record)
+    store.digests.save()
+    return True, fault
+
+
+def build_again(name: str) -> str:
+    """The remedy for the damaged repository of a target, or of a folder of that name."""
+    run = find_run(name)
+    return "build it again" if run is None else run.finish
+
+
 def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bool) -> None:
     """Refuse a repository with untrusted code: it is neither whole in this store nor made of known templates.
 
@@ -81,15 +98,10 @@ def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bo
 
     Raises ArtefactRefused naming the first file, InputDataError for a repository of this store that has changed.
     """
-    folder = repository.resolve().parent
-    manifest = read_manifest(folder / "manifest.json")
-    if manifest is not None and store.folder(manifest.record).resolve() == folder:
-        fault = store.fault(manifest.record)
-        store.digests.save()
-        if fault is not None:
-            run = find_run(name)
-            remedy = "build it again" if run is None else run.finish
-            raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=remedy)
+    known, fault = judge_stored(repository, store)
+    if fault is not None:
+        raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=build_again(name))
+    if known:
         return
     found = [] if allow_code else foreign_code(repository)
     if found:

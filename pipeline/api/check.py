@@ -36,13 +36,24 @@ def check(
     Raises UsageError for a folder that is not there and an unknown release, HostError where the GPUs cannot be asked.
     """
     from trtpipe.configs import facts
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline import compatibility
     from trtpipe.pipeline.execution import hardware
-    from trtpipe.triton_repo.check import check_repository
+    from trtpipe.pipeline.store.store import Store
+    from trtpipe.triton_repo.check import ERROR, check_repository
     from trtpipe.triton_repo.check.code import foreign_code
+    from trtpipe.triton_repo.check.faults import Fault
 
     folder = find_folder(repository)
     release = None if toolchain is None else facts.find_toolchain(toolchain)
     faults = check_repository(folder, toolchain=release, gpus=hardware.installed_gpus() if here else None)
-    if folder.is_dir() and not allow_model_code:
+    if any(fault.rule == "no-models" for fault in faults):
+        return faults  # any folder, such as /tmp, whose files take long to look through
+    _, damage = compatibility.judge_stored(folder, Store(default_home()))
+    if damage is not None and not any(fault.severity == ERROR for fault in faults):
+        again = compatibility.build_again(str(repository))
+        whole = {"path": ".", "where": "", "rule": "engine-file"}
+        faults.insert(0, Fault(severity=ERROR, what="is damaged", why=damage, remedy=again, **whole))
+    if not allow_model_code:
         faults += foreign_code(folder)
     return faults

@@ -132,8 +132,9 @@ def test_a_build_and_what_it_made(in_folder: Path, caplog: pytest.LogCaptureFixt
     assert "convert: reused (same inputs and settings)" in caplog.messages
     assert built.folder == in_folder / "runs" / "tiny.cpu.fp32"
     assert trtpipe.check(built.target) == trtpipe.check(built.repository) == []
-    (folder := in_folder / "copy").mkdir()
-    assert [fault.rule for fault in trtpipe.check(folder)] == ["no-models"]
+    (folder := in_folder / "copy" / "deep").mkdir(parents=True)
+    (folder / "script.py").write_text("pass")
+    assert [fault.rule for fault in trtpipe.check(folder.parent)] == ["no-models"]
 
 
 def test_a_plan_has_the_best_first_and_says_why_not() -> None:

@@ -82,6 +82,24 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     assert run("serve", "mine").error() == "the server is next"
 
 
+def test_check_finds_other_bytes_of_the_same_length_in_a_target_as_serve_does(
+    build: Run, run: Run, model: Path
+) -> None:
+    assert build(model).status == 0
+    assert run("check", "tiny.cpu.fp32").status == 0
+    (weights,) = Path("runs/tiny.cpu.fp32/repository/tensorrt_llm/1").glob("rank0*")
+    weights = weights.resolve()
+    weights.chmod(0o644)
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x40")
+    served, checked = run("serve", "tiny.cpu.fp32"), run("check", "tiny.cpu.fp32")
+    assert (served.status, checked.status) == (3, 3)
+    damage = served.error().removeprefix("the repository of tiny.cpu.fp32 is damaged: ")
+    assert weights.name in damage
+    assert checked.error() == f"tiny.cpu.fp32 has 1 fault(s): .: is damaged: {damage}"
+
+
 @pytest.mark.loopback
 def test_a_target_that_is_served_is_served_once_more_by_another_name(
     build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
