@@ -11,6 +11,7 @@ from trtpipe.engines.hf.folder import (
     INDEX_NAME,
     SINGLE_NAME,
     TOKENIZER_FILES,
+    locate_tensors,
     read_config_json,
     read_model_config,
     superseded,
@@ -52,11 +53,26 @@ def check_draft(folder: Path, mode: str, model: ModelConfig) -> None:
         size: object = read_model_config(folder, quantized=True).vocab_size
     else:
         size = read_config_json(folder / "config.json", "config of the EAGLE-3 head").get("vocab_size")
+        _refuse_whole(folder)
     if size != model.vocab_size:
         raise InputDataError(
             f"build.speculative_model {folder} has a vocabulary of {size} tokens, the model one of {model.vocab_size}",
             why="a draft token must be the same token for both",
             remedy="give a draft model of the same tokenizer, or use build.speculative_decoding_mode=ngram",
+        )
+
+
+def _refuse_whole(folder: Path) -> None:
+    """Raises InputDataError for a model in place of an EAGLE-3 head, which is told by its tensors: the `architectures`
+    of published heads are those of a model too."""
+    names = locate_tensors(folder)
+    if any(name.startswith("model.layers.") for name in names) and not any(
+        name.endswith("fc.weight") or "midlayer." in name for name in names
+    ):
+        raise InputDataError(
+            f"build.speculative_model {folder} is a whole model, and no EAGLE-3 head",
+            why="it has layers of its own and no fc.weight, which takes the model's hidden states",
+            remedy="give a head that was trained for the model, or use build.speculative_decoding_mode=draft_model",
         )
 
 

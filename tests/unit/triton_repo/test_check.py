@@ -38,7 +38,8 @@ from tests.support.repository_faults import RELEASES, expect, looked_into, told
 from tests.support.triton_repositories import SCRIPT, Repository, inflight
 from trtpipe.configs.facts import find_toolchain
 from trtpipe.triton_repo.check import RULES, WARNING, RepositoryError, check_configs, check_repository
-from trtpipe.triton_repo.check.models import FILES, PLATFORMS
+from trtpipe.triton_repo.check.models import FILES as MODEL_FILES
+from trtpipe.triton_repo.check.models import PLATFORMS
 from trtpipe.triton_repo.combine import link_models
 
 ALL = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls")
@@ -512,7 +513,7 @@ HARMLESS: list[tuple[str, Change]] = [
     ("no ensemble", remove("ensemble")),
     ("no backend", edit("postprocessing", 'backend: "python"\n', "")),
     ("platforms", both(*(model_of(platform, f'platform: "{platform}"', "1/any") for platform in PLATFORMS))),
-    ("files", both(*(model_of(name.replace(".", "_"), "", f"1/{name}") for name in FILES if name != "model.py"))),
+    ("files", both(*(model_of(name.replace(".", "_"), "", f"1/{name}") for name in MODEL_FILES if name != "model.py"))),
     ("named file", model_of("named", 'default_model_filename: "model.onnx"', "1/model.onnx")),
     ("no name", edit("postprocessing", 'name: "postprocessing"\n', "")),
     ("two versions", write("postprocessing/2/model.py", SCRIPT)),

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
-from tests.support.factories import hf_folder
+from tests.support.factories import hf_folder, write_safetensors
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
@@ -54,9 +55,11 @@ def spec(model: Path, runtime: str, serving: dict[str, Any] | None = None, *, pp
 )  # fmt: skip
 def test_settings(in_folder: Path, runtime: str, asked: dict[str, Any], written: dict[str, Any]) -> None:
     model = hf_folder(in_folder / "tiny")
-    more: dict[str, Any] = (
-        {} if asked is NGRAM else {"speculative_model": str(hf_folder(in_folder / "small", num_hidden_layers=1))}
-    )
+    small = hf_folder(in_folder / "small", num_hidden_layers=1)
+    if asked["speculative_decoding_mode"] == "eagle3":
+        head = {"fc.weight": np.zeros((2, 6), np.uint16), "midlayer.hidden_norm.weight": np.zeros(2, np.uint16)}
+        write_safetensors(small / "model.safetensors", head, "BF16")
+    more: dict[str, Any] = {} if asked is NGRAM else {"speculative_model": str(small)}
     made, plain = spec(model, runtime, **asked, **more), spec(model, runtime)
     rendered = load_backend(runtime).rendered
     texts = [yaml.safe_load(*rendered(one.build, one.engine_target).values()) for one in (made, plain)]
@@ -103,6 +106,10 @@ def test_draft_models_that_are_none(in_folder: Path) -> None:
         asked: dict[str, Any] = {**NGRAM, "speculative_decoding_mode": "draft_model", "speculative_model": str(folder)}
         with pytest.raises(InputDataError, match=refusal):
             spec(model, "reference", **asked)
+    asked |= {"speculative_decoding_mode": "eagle3", "speculative_model": str(hf_folder(in_folder / "whole"))}
+    for runtime in ("vllm", "trtllm_pytorch"):
+        with pytest.raises(InputDataError, match=r"whole is a whole model, and no EAGLE-3 head: .* no fc\.weight"):
+            spec(model, runtime, **asked)
 
 
 def test_a_draft_model_is_in_the_engine_and_in_its_key(in_folder: Path, tmp_path: Path) -> None:
