@@ -94,7 +94,10 @@ def test_generated_parts_say_what_the_code_says() -> None:
     assert "| `replicas_max` | none | most replicas; their number is fixed when it equals" in said["deployment"]
     assert "| `gpus_per_node` | `8` | GPUs of a node:" in said["deployment"]
     assert "pvc" not in said["deployment"]
-    assert "### time_to_first_token\n\nFirst response with tokens, those of reasoning and tool calls included - request sent." in said["metrics"]
+    assert (
+        "### time_to_first_token\n\nFirst response with tokens, those of reasoning and tool calls included - "
+        "request sent." in said["metrics"]
+    )
     assert "| 6 | an artefact must not be used here | `ArtefactRefused` | An artefact is intact" in said["errors"]
     assert "| `max_completion_tokens` | integer \u2265 1 |  |" in said["api-fields"]
     assert "| `best_of` | `1` |" in said["api-fields"]
