@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.passport import Passport
 from trtpipe.engines.process import python_command
 from trtpipe.pipeline.execution.diagnosis import explain
-from trtpipe.pipeline.serving import model_control, ports, server_log, tritonserver
+from trtpipe.pipeline.serving import model_control, ports, server_log, temporary, tritonserver
 from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.ports import Endpoints
@@ -58,6 +59,8 @@ def launch(
     if image is not None:
         tritonserver.fetch_image(image, show)
     log.parent.mkdir(parents=True, exist_ok=True)
+    if not docker:
+        spec = replace(spec, environment={**spec.environment, **temporary.make(folder.parent)})
     process = _start(spec, image, served, folder, log, options)
     endpoints = Endpoints(host=options.host, http=port, grpc=0, metrics=port)
     # A server that listens on all addresses is reached on loopback.
@@ -82,6 +85,7 @@ def launch(
         remember(store, server)
     except BaseException as error:
         tritonserver.end(process.pid, spec.program)
+        temporary.remove(folder.parent)
         if isinstance(error, StageFailed):
             raise explain(error, log, "serve", server_log.last_start(log)) from None
         raise

@@ -31,6 +31,7 @@ from trtpipe.pipeline.serving import (
     native,
     ports,
     server_log,
+    temporary,
     triton_package,
     tritonserver,
 )
@@ -169,6 +170,8 @@ def _launch(
         start = partial(
             tritonserver.start_local, installation, models, names, backends, endpoints, log,
             drain_s=drain_s, traces_url=traces,
+            # A runtime of another environment, which is vLLM, leaves files behind.
+            more=temporary.make(folder) if load_backend(passport.runtime).NEEDS else None,
         )  # fmt: skip
     else:
         image = server_image(options, passport)

@@ -17,7 +17,7 @@ from trtpipe.engines.errors import HostError, InputDataError, UsageError, sugges
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import terminate, words_of
 from trtpipe.pipeline.gateway import process
-from trtpipe.pipeline.serving import server_log, tritonserver
+from trtpipe.pipeline.serving import server_log, temporary, tritonserver
 from trtpipe.pipeline.serving.model_control import READY_SECONDS
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
@@ -422,8 +422,10 @@ def output_folder(store: Store, name: str, *, native: bool) -> Path:
 
 
 def clean_up(store: Store, server: Server) -> None:
-    """Remove what a server that has ended may have left: its container, Python processes and shared memory."""
+    """Remove what a server that has ended may have left: its container, Python processes, shared memory and temporary
+    files."""
     if server.docker:
         tritonserver.remove_container(output_folder(store, server.name, native=bool(server.native)))
     tritonserver.end_stubs(backends_folder(store, server))
     tritonserver.remove_shared_memory(server.endpoints)
+    temporary.remove(store.home / "servers" / server.name)

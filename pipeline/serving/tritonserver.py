@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +58,10 @@ def remove_container(out: Path) -> None:
 
 def start_local(
     installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path, *,
-    drain_s: int = DRAIN_S, traces_url: str | None = None,
+    drain_s: int = DRAIN_S, traces_url: str | None = None, more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start the server of this environment on the repository `models`, which is also its working folder."""
+    """Start the server of this environment on the repository `models`, which is also its working folder. `more` are
+    environment variables of its processes."""
     options = ServerOptions(
         program=str(installation.server),
         repository=str(models),
@@ -76,6 +77,7 @@ def start_local(
     )
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
+        **(more or {}),
         "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from trtpipe.configs.home import default_home
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends import vllm
 from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError
-from trtpipe.pipeline.serving import serve
+from trtpipe.pipeline.serving import serve, temporary
 from trtpipe.pipeline.serving.engine_python import beside
 from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.repositories import Found
@@ -61,6 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer("application/json", json.dumps(choices).encode())
 print("words", json.dumps(words), flush=True)
 print("offline", os.environ["HF_HUB_OFFLINE"], os.environ["VLLM_NO_USAGE_STATS"], flush=True)
+print("temporary", os.environ["TMPDIR"], os.environ["VLLM_RPC_BASE_PATH"], flush=True)
 print("cache", os.environ["VLLM_CACHE_ROOT"], flush=True)
 http.server.ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
 """
@@ -142,7 +144,13 @@ def test_it_is_ended_with_what_it_started(target: str, python: str) -> None:
     with trtpipe.serve(target, front="native", engine_python=python):
         (found,) = recorded(Store(default_home()))
         assert found.alive
+        [told] = logged(found, "temporary")
+        folder, sockets = map(Path, told.split())
+        assert folder == sockets
+        assert (folder.is_dir(), stat.S_IMODE(folder.stat().st_mode)) == (True, 0o700)
+        (folder / "left").touch()
     assert not found.alive
+    assert not folder.exists()
     assert recorded(Store(default_home())) == []
 
 
@@ -169,6 +177,7 @@ def test_it_may_have_been_ended_before_and_another_of_its_name_goes_on(target: s
         (store.home / "servers" / f"{target}.json").unlink()
         raise FileNotFoundError(errno.ENOENT, "of the program itself")
     assert not found.alive
+    temporary.remove(store.home / "servers" / target)  # a server without a record is not cleaned up
 
 
 def test_a_start_that_fails_tells_the_first_reason(target: str, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
