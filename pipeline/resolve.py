@@ -12,7 +12,7 @@ from typing import Any
 
 from trtpipe.configs import facts
 from trtpipe.engines import load_backend
-from trtpipe.engines.backends.base import ServedBy, Target, settings_of
+from trtpipe.engines.backends.base import Target, settings_of
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.build_config import LORA as LORA_SETTINGS
 from trtpipe.engines.build_config import BuildConfig
@@ -126,14 +126,6 @@ def resolve(
         if backend.ARRAYS:
             require_type(precision.dtype)
         build_config = _for_adapters(build_config, adapters, fixed="build.max_lora_rank" in chosen)
-    # Not of an engine that `migrate` reads, nor of a target that is made again: its settings are as they are.
-    plugin = chosen.get("build.lora_plugin", (None, "default"))[1]
-    asked = build_config.takes_adapters and plugin != "the engine" and not isinstance(plugin, Recorded)
-    if asked and backend.SERVED_BY is ServedBy.LLM_API and not (adapters or recorded):
-        raise UsageError(
-            f"build.lora_plugin without adapters is not for the {runtime} runtime", why=backend.SAME_ADAPTERS,
-            remedy="give them with --lora NAME=FOLDER, or leave it out",
-        )  # fmt: skip
     if build_config.speculative_model is not None and not recorded:
         folder = Path(build_config.speculative_model).expanduser().absolute()
         build_config = dataclasses.replace(build_config, speculative_model=str(folder))

@@ -260,11 +260,6 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "toolchain 0.21.0 does not serve the runtime trtllm_pytorch",
         ),
         (
-            {"runtime": "trtllm_pytorch", "build": {"lora_plugin": "auto"}},
-            "build.lora_plugin without adapters is not for the trtllm_pytorch runtime: the model of the LLM API looks "
-            "for them when it starts; give them with --lora NAME=FOLDER, or leave it out",
-        ),
-        (
             {"runtime": "vllm", "toolchain": "0.21"},
             "the vllm runtime has no toolchain: no release of TensorRT-LLM has to do with it; leave --toolchain out",
         ),
