@@ -180,7 +180,9 @@ def test_a_server_of_an_earlier_version_is_not_sent_the_signal_that_would_end_it
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
     served = (Served(name="a", repository=write_repository(tmp_path / "old")),)
     server = Server(name="a", pid=1, log=tmp_path / "log", endpoints=points, served=served)
-    with pytest.raises(UsageError, match="an earlier version of trtpipe started the server of a; stop it, and serve it"):
+    with pytest.raises(
+        UsageError, match="an earlier version of trtpipe started the server of a; stop it, and serve it"
+    ):
         reload._reload(Store(tmp_path / "home"), server, None, allow_model_code=False)
 
 

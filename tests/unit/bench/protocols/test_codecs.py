@@ -61,7 +61,9 @@ def test_the_family_of_a_model() -> None:
     ]:
         with pytest.raises(UsageError, match=f"'m' at host:8001 takes no prompt: it declares no {missing}; name the"):
             endpoint(*inputs, outputs=outputs).family()
-    with pytest.raises(UsageError, match=r"'m' at host:8001 is of Triton's vLLM backend: .*; measure it by --openai-url"):
+    with pytest.raises(
+        UsageError, match=r"'m' at host:8001 is of Triton's vLLM backend: .*; measure it by --openai-url"
+    ):
         endpoint("text_input", "stream", "sampling_parameters", "exclude_input_in_output").family()
 
 
