@@ -78,13 +78,6 @@ def resolve(
     # The config of a model of the hub is not its shape: sizes follow from what a machine without network knows too.
     experts = any(one is not None and one.experts is not None for one in (shape, seen))
     toolchain = facts.find_toolchain(read_release(chosen))
-    released = any(runtime in one.runtimes for one in facts.load_toolchains().values())
-    # A checkpoint of TensorRT-LLM's format is written for a release, also that of the reference runtime.
-    if toolchain.name != facts.DEFAULT_TOOLCHAIN and load_backend(runtime).FORM == "hf" and not (released or recorded):
-        raise UsageError(
-            f"the {runtime} runtime has no toolchain", why="no release of TensorRT-LLM has to do with it",
-            remedy="leave --toolchain out",
-        )  # fmt: skip
     if model.stored is None:
         precision = resolve_precision(
             requested, gpu, recipes, cache, group_size, runtime, experts=experts, toolchain=toolchain

@@ -202,7 +202,9 @@ def _note_replaced(spec: BuildSpec) -> None:
         console.note(f"this replaces {spec.target}, which {maker} made: to keep both, build in another folder")
     server = server_of(run.path, running(own_store()))
     if server is not None:
-        console.note(f"{spec.target} is served: `trtpipe reload {server}` gives its server the new one")
+        able = not server.native and all(one.source is not None for one in server.served)
+        ways = f"`trtpipe reload {server.name}` gives" if able else "stop it, and serve it again, which gives"
+        console.note(f"{spec.target} is served: {ways} its server the new one")
 
 
 def _maker(plan: dict[str, Any]) -> str:

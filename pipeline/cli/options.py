@@ -159,7 +159,9 @@ def own_store() -> Store:
 
     home = default_home()
     if home.exists() and not home.is_dir():
-        raise HostError(f"TRTPIPE_HOME is {home}: Not a directory", remedy="set it to a folder that you may write")
+        raise HostError(
+            f"the store cannot be {home}, which is a file", remedy="set TRTPIPE_HOME to a folder that you may write"
+        )
     return Store(home, digests=Digests(home / "digests.json", hashing), note=console.note)
 
 

@@ -131,9 +131,7 @@ def search(
       trtpipe search s3://bucket/models
       trtpipe search oci://registry.example/team/models --gpu h100
     """
-    import re
 
-    from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
@@ -141,8 +139,6 @@ def search(
     url = _url(url)
     registry = open_registry(url)
     found = transfer.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
-    if not found and gpu is not None and not re.fullmatch(r"sm_?\d+", gpu.lower()):
-        facts.find_gpu(gpu)  # another user's own GPU, which has no file here, may be found
     if as_json:
         console.result_json(found)
         return

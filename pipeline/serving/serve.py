@@ -183,7 +183,11 @@ def _launch(
             gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE, drain_s=drain_s, traces_url=traces,
         )  # fmt: skip
     loading = server_log.Loading(names, log, show)
-    process = start_until_ready(start, endpoints, log, note, loading, seconds=options.ready_s)
+    try:
+        process = start_until_ready(start, endpoints, log, note, loading, seconds=options.ready_s)
+    except BaseException:
+        temporary.remove(folder)
+        raise
     server = Server(
         name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed, docker=kind == "docker",
         drain_s=options.drain_s or 0, ready_s=options.ready_s,

@@ -48,12 +48,12 @@ def list_targets(store: Store) -> list[Target]:
     return [_describe(run, store, server_of(run.path, servers)) for run in runs]
 
 
-def server_of(run: Path, servers: Sequence[Server]) -> str | None:
-    """Name of the server that has what is in a run folder."""
-    return next((server.name for server in servers for served in server.served if served.comes_from(run)), None)
+def server_of(run: Path, servers: Sequence[Server]) -> Server | None:
+    """The server that has what is in a run folder."""
+    return next((server for server in servers for served in server.served if served.comes_from(run)), None)
 
 
-def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
+def _describe(run: RunFolder, store: Store, server: Server | None) -> Target:
     spec, folders = None, list[Path]()
     with contextlib.suppress(TrtpipeError):
         spec = run.spec()
@@ -84,7 +84,7 @@ def _describe(run: RunFolder, store: Store, server: str | None) -> Target:
         missing=missing,
         size=sum({file.sha256: file.size for manifest in manifests for file in manifest.files}.values()),
         updated=max(path.stat().st_mtime for path in run.path.glob("*.json")),
-        server=server,
+        server=None if server is None else server.name,
     )
 
 
@@ -106,7 +106,7 @@ def remove_targets(names: Sequence[str], store: Store, *, studies: bool = False)
                 f"{path} is no run folder of {store.home}", remedy="give a name of `trtpipe ls`, or remove it yourself"
             )
         if server := server_of(path, servers):
-            raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server}` first")
+            raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server.name}` first")
         RunFolder(path).require_untuned(store)
         if not studies and (count := len(list(path.glob("tune/*/")))):
             raise UsageError(

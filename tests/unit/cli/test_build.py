@@ -100,6 +100,9 @@ def test_a_build_of_another_recipe_says_what_it_replaces(
     told = " ".join(run(*words, "batch.yaml", "--set", "build.max_batch_size=2").err.split())
     assert f"{target} is served: `trtpipe reload {target}` gives its server the new one" in told
     assert "this replaces" not in told
+    remember(store, target)  # as 0.1 did
+    told = " ".join(run(*words, "batch.yaml", "--set", "build.max_batch_size=3").err.split())
+    assert f"{target} is served: stop it, and serve it again, which gives its server the new one" in told
     told = " ".join(build(model, "--until", "download").err.split())
     assert f"this replaces {target}, which batch.yaml made" in told
 

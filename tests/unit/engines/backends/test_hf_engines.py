@@ -260,10 +260,6 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "toolchain 0.21.0 does not serve the runtime trtllm_pytorch",
         ),
         (
-            {"runtime": "vllm", "toolchain": "0.21"},
-            "the vllm runtime has no toolchain: no release of TensorRT-LLM has to do with it; leave --toolchain out",
-        ),
-        (
             {"runtime": "trtllm_pytorch", "dtype": "int8"},
             "the LLM API of TensorRT-LLM 1.2.1 does not run W8A8_SQ_PER_CHANNEL on h100 (SM90): its PyTorch backend "
             "has no kernel for it that is known; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
