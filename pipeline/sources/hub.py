@@ -78,6 +78,11 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
 
     Raises InputDataError for a repository without safetensors or without a fast tokenizer.
     """
+    return {name: size for name, size in _listed(repo_id, commit).items() if size is not None}
+
+
+def _listed(repo_id: str, commit: str) -> dict[str, int | None]:
+    """The same files, with None for those that the hub lists without a size."""
     from huggingface_hub import HfApi, constants
 
     from trtpipe.pipeline.net.hub_client import limit_hub
@@ -88,7 +93,7 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
     with _explained(repo_id, commit):
         files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
         _require_usable(repo_id, [file.rfilename for file in files])
-    sizes = {file.rfilename: file.size for file in files if file.size is not None}
+    sizes = {file.rfilename: file.size for file in files}
     needed = _needed(repo_id, commit, sizes)
     return {name: size for name, size in sizes.items() if name in needed}
 
@@ -125,9 +130,11 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
 
     A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
     """
-    sizes = file_sizes(repo_id, commit)
-    names = list(sizes) or _unlisted(repo_id, commit)
-    folder = _fetch(repo_id, commit, names, progress, sum(sizes.values()) if sizes else None)
+    listed = _listed(repo_id, commit)
+    sizes = {name: size for name, size in listed.items() if size is not None}
+    names = list(listed) or _unlisted(repo_id, commit)
+    most = sum(sizes.values()) if sizes and len(sizes) == len(listed) else None
+    folder = _fetch(repo_id, commit, names, progress, most)
     for name, size in sizes.items():
         _require_size(folder / name, size, repo_id)
     return folder
@@ -205,8 +212,7 @@ def _needed(repo_id: str, commit: str, names: Collection[str]) -> set[str]:
 
 
 def _unlisted(repo_id: str, commit: str) -> list[str]:
-    """Patterns of the files that are read, for a hub that lists no sizes, and offline: shards beside a single file may
-    be absent."""
+    """Patterns of the files that are read, for offline mode: shards beside a single file may be absent."""
     folder = fetch_config(repo_id, commit)
     alone = (folder / SINGLE_NAME).is_file() and index_of(folder) is None
     return [*CONFIGS, *((SINGLE_NAME,) if alone else WEIGHTS), *TOKENIZER_FILES]

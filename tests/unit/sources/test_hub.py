@@ -169,6 +169,23 @@ def test_an_index_that_has_the_single_file_among_its_shards(server: Hub, tmp_pat
     assert len(locate_tensors(hub.download(REPO, commit, ignore))) == 21
 
 
+def test_files_that_are_listed_without_a_size_are_taken_too(
+    server: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = huggingface_hub.HfApi.model_info
+
+    def model_info(*args: Any, **kwargs: Any) -> Any:
+        found = asked(*args, **kwargs)
+        for file in found.siblings or []:
+            file.size = file.size if file.rfilename == "model.safetensors" else None
+        return found
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    commit = server.add(REPO, files)
+    assert hub.file_sizes(REPO, commit) == {"model.safetensors": len(files["model.safetensors"])}
+    assert sorted(path.name for path in hub.download(REPO, commit, ignore).iterdir()) == WANTED
+
+
 def test_a_second_download_transfers_nothing(server: Hub, files: dict[str, bytes]) -> None:
     commit = server.add(REPO, files)
     folder = hub.download(REPO, commit, ignore)
