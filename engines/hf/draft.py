@@ -11,12 +11,12 @@ from trtpipe.engines.hf.folder import (
     INDEX_NAME,
     SINGLE_NAME,
     TOKENIZER_FILES,
-    locate_tensors,
     read_config_json,
     read_model_config,
     superseded,
 )
 from trtpipe.engines.hf.layout import place_config
+from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.speculation import DRAFT, DRAFT_MODEL
 
@@ -65,7 +65,8 @@ def check_draft(folder: Path, mode: str, model: ModelConfig) -> None:
 def _refuse_whole(folder: Path) -> None:
     """Raises InputDataError for a model in place of an EAGLE-3 head, which is told by its tensors: the `architectures`
     of published heads are those of a model too."""
-    names = locate_tensors(folder)
+    weights = (path for path in draft_files(folder) if path.suffix == ".safetensors")
+    names = {name for path in weights for name in read_header(path).tensors}
     if any(name.startswith("model.layers.") for name in names) and not any(
         name.endswith("fc.weight") or "midlayer." in name for name in names
     ):

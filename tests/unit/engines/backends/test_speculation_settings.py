@@ -110,6 +110,11 @@ def test_draft_models_that_are_none(in_folder: Path) -> None:
     for runtime in ("vllm", "trtllm_pytorch"):
         with pytest.raises(InputDataError, match=r"whole is a whole model, and no EAGLE-3 head: .* no fc\.weight"):
             spec(model, runtime, **asked)
+    # The name of the file does not matter.
+    weights = in_folder / "whole" / "model.safetensors"
+    weights.rename(weights.with_name("eagle3_head.safetensors"))
+    with pytest.raises(InputDataError, match="whole is a whole model"):
+        spec(model, "vllm", **asked)
 
 
 def test_a_draft_model_is_in_the_engine_and_in_its_key(in_folder: Path, tmp_path: Path) -> None:
