@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TEXT_KEYS = ("text", "prompt", "article")
 # Key of a conversation in an object that has no text.
 CHAT_KEY = "messages"
+# Usual keys of an answer to a prompt, which is not read.
+ANSWER_KEYS = ("response", "completion", "answer", "output")
 
 # Makes the text of a conversation.
 Chat = Callable[[list[dict[str, Any]]], str]
@@ -52,12 +54,13 @@ def read_texts(path: Path, chat: Chat | None = None) -> Iterator[str]:
 
 
 def unread_keys(path: Path) -> tuple[str, list[str]]:
-    """The key that `read_texts` reads in the first object of a .jsonl file, and others that hold text or messages."""
+    """The key that `read_texts` reads in the first object of a .jsonl file, and the others of them, and
+    of ANSWER_KEYS, that it has."""
     keys = (*TEXT_KEYS, CHAT_KEY)
     for _, line in _json_lines(path):
         value = parse_json(line)
         used = next((key for key in keys if key in value), "")
-        return used, [key for key, held in value.items() if key != used and (isinstance(held, str) or key in keys)]
+        return used, [key for key in value if key != used and key in (*keys, *ANSWER_KEYS)]
     return "", []
 
 
@@ -150,11 +153,15 @@ def _turns(messages: object, where: str) -> list[dict[str, Any]]:
     def good(one: object) -> bool:
         return isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
 
-    if not isinstance(messages, list) or not messages or not all(map(good, messages)):
+    turns = messages if isinstance(messages, list) else []
+    faulty = next((number for number, one in enumerate(turns, start=1) if not good(one)), None)
+    if not turns or faulty:
         raise InputDataError(
-            f"{where} has no conversation", remedy=f"give {CHAT_KEY} of texts: [{{role, content}}, ...]"
+            f"{where} has no conversation",
+            why=f"turn {faulty} has no text as its role or content" if faulty else "",
+            remedy=f"give {CHAT_KEY} of texts: [{{role, content}}, ...]",
         )
-    return messages
+    return turns
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,9 @@ def _chat(model: Path, tokenizer: Tokenizer) -> Chat:
 
     def chat(messages: list[dict[str, Any]]) -> str:
         try:
-            # Llama 3's own default: without it the text would depend on the day.
-            text = template()(messages, {"date_string": "26 Jul 2024"}, prompt=False)
+            # Without a date the text would depend on the day. This one is Llama 3's own default.
+            day = {"date_string": "26 Jul 2024", "strftime_now": date(2024, 7, 26).strftime}
+            text = template()(messages, day, prompt=False)
         except InputDataError as error:
             if error.remedy == chat_template.RAW:
                 error.remedy = "give texts under `text`"
@@ -111,14 +113,14 @@ def _chat(model: Path, tokenizer: Tokenizer) -> Chat:
 
 
 def unread(data: str) -> list[str]:
-    """A notice of texts in a user's .jsonl file that are not read."""
+    """A notice of texts and answers in a user's .jsonl file that are not read."""
     from trtpipe.engines.quantize.samples import unread_keys
 
     known = _find(data)
     if not isinstance(known, Path) or known.suffix != ".jsonl":
         return []
     used, others = unread_keys(known)
-    names = " and ".join(f"'{name}'" for name in others)
+    names = ", ".join(f"'{name}'" for name in others)
     return [f"{known}: of its objects only '{used}' is read, not {names}"] if others else []
 
 

@@ -238,9 +238,12 @@ def test_conversations_are_read_through_the_model_s_chat_template(tmp_path: Path
     assert calibration.samples(model, config).tolist() == [[BOS, *ids("[hi][yes]")]]
     for messages in ([], "hi", [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]):
         path.write_text(json.dumps({"messages": messages}))
-        with pytest.raises(InputDataError, match="line 1 has no conversation; give messages"):
+        cause = ": turn 1 has no text as its role or content" if messages and messages != "hi" else ""
+        with pytest.raises(InputDataError, match=f"line 1 has no conversation{cause}; give messages"):
             calibration.samples(model, config)
     path.write_text(json.dumps({"messages": TURNS}))
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ strftime_now('%Y-%m-%d') }}")
+    assert calibration.samples(model, config).tolist() == [[BOS, *ids("2024-07-26")][:10]]
     (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(InputDataError, match="cannot be applied: no; give texts under `text`"):
         calibration.samples(model, config)
@@ -259,8 +262,9 @@ def test_texts_that_are_not_read_are_told(tmp_path: Path) -> None:
         f"{path}: of its objects only 'prompt' is read, not 'response'"
     ]
     assert told(text="two", prompt="one", messages=TURNS) == [
-        f"{path}: of its objects only 'text' is read, not 'prompt' and 'messages'"
+        f"{path}: of its objects only 'text' is read, not 'prompt', 'messages'"
     ]
+    assert told(text="two", id="a-1", source="web", url="there") == []
     assert told(messages=TURNS, number=1) == told(text="two") == calibration.unread("demo") == []
 
 
