@@ -69,7 +69,7 @@ def plan(
         int | None,
         typer.Option(
             metavar="GPUS",
-            help="Rank splits of up to so many GPUs into engines for prompts and engines for answers.",
+            help="Rank splits of up to so many GPUs of one host into engines for prompts and engines for answers.",
             max=256,  # the splits grow with its square
         ),
     ] = None,
