@@ -11,7 +11,7 @@ from trtpipe.engines.json_input import read_json
 
 # Below this a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
 LEAST_TEMPERATURE = 1e-4
-# Least and most values that the gateway and load tests send; engines refuse others, or read them as something else.
+# Least and most values that the gateway takes; engines refuse others, or read them as something else.
 TEMPERATURES, TOP_P = (0, 2), (0, 1)
 # Most white space between the parts of a JSON text: a model that draws may else go on with it for ever.
 WHITE_SPACE = 8

@@ -261,6 +261,8 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
         console.result(f"{letter}: {path}")
     for warning in compared.warnings:
         console.result(f"unlike: {warning}")
+    for note in compared.notes:
+        console.result(f"note: {note}")
     for head, sections in compared.tables():
         rows = [row for _, rows in sections for row in rows]
         widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]

@@ -17,7 +17,12 @@ from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.pipeline.bench.compare import conditions
 from trtpipe.pipeline.bench.compare.bootstrap import COVERAGE, RESAMPLES
 from trtpipe.pipeline.bench.compare.conditions import Condition, Kind
-from trtpipe.pipeline.bench.compare.differences import differences
+from trtpipe.pipeline.bench.compare.differences import (
+    MEASURED_DIFFERENTLY,
+    defined_alike,
+    differences,
+    same_prompts,
+)
 from trtpipe.pipeline.bench.compare.pairing import Place, Side, add_whole_run_rates, match
 from trtpipe.pipeline.bench.compare.rows import COST, POINTS, better, rows
 from trtpipe.pipeline.bench.results.metric import VALUE
@@ -75,10 +80,12 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of a comparison. `warnings` are differences between the runs, to be read before the numbers."""
+    """Result of a comparison. `warnings` are differences between the runs, to be read before the numbers, as are
+    `notes`."""
 
     paths: dict[str, str]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
     rows: tuple[Row, ...]
     judgements: tuple[Judgement, ...]
     from_records: dict[str, bool]
@@ -212,14 +219,16 @@ def compare(
         if number < len(side.load_points)
     ]
     shared = {letter: {one for place in places for one in place.load_points.get(letter, ())} for letter in sides}
+    reports = {letter: side.report for letter, side in sides.items()}
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
         warnings=(
-            *differences({letter: side.report for letter, side in sides.items()}, shared),
+            *differences(reports, shared),
             *dict.fromkeys(left_out),
             *unlike,
             *warnings,
         ),
+        notes=tuple(same_prompts(reports)),
         rows=tuple(compared),
         judgements=tuple(judgements),
         from_records=from_records,
@@ -330,6 +339,8 @@ def _outcome(
         if any(point["stopped"] or point["interrupted"] for point in load_points):
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
+        if not defined_alike(metric, [sides[one].report for one in needed]):
+            return None, f"cannot be judged: {MEASURED_DIFFERENTLY}"
         for one in needed:
             measured, failed, unknown, share = sides[one].missing(place.load_points[one], metric)
             kind = find(metric)

@@ -30,15 +30,23 @@ _LONGEST = 100
 LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
 UNTOLD = "has no entry"
+# The formula of TPOT has changed; of other metrics only the words of the formula have.
+_REDEFINED = "time_per_output_token"
+MEASURED_DIFFERENTLY = "the reports measure it differently; measure the base again"
 
 
 def differences(reports: Mapping[str, dict[str, Any]], shared: Mapping[str, Collection[int]]) -> list[str]:
     """A line for each difference. `reports` by their letters, and the numbers of the load points that each shares with
     another."""
     return [
-        *_faults(reports), *_measured(reports), *_settings(reports), *_spans(reports, shared), *_same_prompts(reports),
-        *_notes(reports),
+        *_faults(reports), *_measured(reports), *_settings(reports), *_spans(reports, shared), *_notes(reports),
     ]  # fmt: skip
+
+
+def defined_alike(metric: str, reports: Collection[dict[str, Any]]) -> bool:
+    """Whether reports of this project, whose versions may differ, have the same formula for a metric."""
+    ours = [report["metrics"].get(metric, {}) for report in reports if not report.get("tool")]
+    return metric != _REDEFINED or len({entry["formula"] for entry in ours if "formula" in entry}) < 2
 
 
 def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
@@ -101,8 +109,13 @@ def _measured(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     files = {letter: _files(report) for letter, report in reports.items() if report.get("work_sha256") is not None}
     if len(files) == len(reports):
         yield from _differing_keys("file", files, told_by_all=False)
-    for key in ("repository_sha256", "tokenizer_sha256", "seed"):
+    # Runs of one server should differ in their seed: `same_prompts` says so where they do not.
+    loads = {_load_of_server(report) for report in reports.values()}
+    seed = () if len(loads) == 1 and None not in loads else ("seed",)
+    for key in ("repository_sha256", "tokenizer_sha256", *seed):
         yield from _differing(key, {letter: report.get(key) for letter, report in reports.items()})
+    if not defined_alike(_REDEFINED, reports.values()):
+        yield f"{_REDEFINED}: {MEASURED_DIFFERENTLY}"
 
 
 def _files(report: dict[str, Any]) -> dict[str, str]:
@@ -166,22 +179,31 @@ def _span(loads: Sequence[dict[str, Any]], key: str) -> Any:
     return next(iter(values.values())) if len(values) == 1 else ", ".join(sorted(values))
 
 
-def _same_prompts(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Runs that sent the prompts of one seed to one address, as far as the reports show nothing else to be served."""
-    asked: dict[str, dict[Any, str]] = {}
+def same_prompts(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """Note on runs that sent the prompts of one seed to one server."""
+    asked: dict[tuple[str, Any], dict[Any, str]] = {}
     for letter, report in reports.items():
-        work, urls = report["options"].get("work"), [entry.get("url") for entry in report["endpoints"]]
-        if isinstance(work, dict) and not work.get("prompts") and not work.get("sharegpt") and all(urls):
-            same = [urls, report.get("seed"), work, *(report.get(key) for key in ("engine", "repository_sha256"))]
+        load = _load_of_server(report)
+        if load is not None:
             # A report beside itself is one run.
-            asked.setdefault(json.dumps(same, sort_keys=True), {})[report.get("started")] = letter
+            asked.setdefault((load, report.get("seed")), {})[report.get("started")] = letter
     for runs in asked.values():
         if len(runs) > 1:
             *some, last = runs.values()
             yield (
-                f"{', '.join(some)} and {last} sent the same prompts to the same address: a server that keeps KV "
-                "blocks, and was not started again in between, answers the later run faster; take another --seed for it"
+                f"{', '.join(some)} and {last} sent the same prompts to the same address: where the server was not "
+                "restarted between them and keeps KV blocks, it answers the later run faster; take another --seed for "
+                "that run"
             )
+
+
+def _load_of_server(report: dict[str, Any]) -> str | None:
+    """Addresses, what they serve as far as the report shows it, and the prompts but for the seed; None where a report
+    has no address, or its prompts are of a file."""
+    work, urls = report["options"].get("work"), [entry.get("url") for entry in report["endpoints"]]
+    if not isinstance(work, dict) or work.get("prompts") or work.get("sharegpt") or not all(urls):
+        return None
+    return json.dumps([urls, work, *(report.get(key) for key in ("engine", "repository_sha256"))], sort_keys=True)
 
 
 def _objectives(value: Any) -> Any:

@@ -60,6 +60,8 @@ def _findings(found: Comparison) -> Iterator[Finding]:
         yield Finding(text=sentence(line))
     for line in found.warnings[:FEW]:
         yield Finding(text=sentence(f"the runs differ: {line}"))
+    for line in found.notes:
+        yield Finding(text=sentence(line))
 
 
 def _rest(warnings: Sequence[str]) -> Iterator[Section]:

@@ -43,7 +43,8 @@ _KINDS: dict[tuple[type, ...], str] = {
     (bool,): "true or false",
     (str, list): "text or a list of texts",
 }
-_BOUNDS = {"temperature": TEMPERATURES, "top_p": TOP_P}
+# Servers differ in the highest temperature that they take, and judge it themselves.
+_BOUNDS: dict[str, tuple[float, float]] = {"temperature": (TEMPERATURES[0], math.inf), "top_p": TOP_P}
 PROMPTS = ("prompt", "text_input", "messages")
 LENGTHS = ("max_tokens", "output_tokens")
 # Limit of a file that is one JSON list: ShareGPT's own, which most benchmarks use, has 673 MB, and some 30 million of
@@ -79,7 +80,8 @@ def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeErr
             raise error(f"{where}: {name} is {shown(value)}, not {_KINDS[SAMPLING[name]]}")
         if name in _BOUNDS and not _BOUNDS[name][0] <= value <= _BOUNDS[name][1]:
             least, most = _BOUNDS[name]
-            raise error(f"{where}: {name} is {shown(value)}", remedy=f"give {least} to {most}")
+            remedy = f"give {least} or more" if most == math.inf else f"give {least} to {most}"
+            raise error(f"{where}: {name} is {shown(value)}", remedy=remedy)
 
 
 def read_prompts(file: Path) -> list[Entry]:

@@ -54,7 +54,10 @@ def require_metrics(url: str) -> None:
         raise HostError(
             f"no metrics could be read from {url}",
             why=trouble,
-            remedy="give the server's metrics page, such as http://host:8002/metrics, or leave --metrics-url out",
+            remedy=(
+                "give the server's metrics page, such as http://host:8002/metrics of Triton or "
+                "http://host:8000/metrics of vLLM, or leave --metrics-url out"
+            ),
         )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import http.client
 from collections.abc import Mapping, Sequence
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trtpipe.engines.errors import HostError
@@ -23,6 +23,9 @@ from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.triton_grpc import CallRefused
 from trtpipe.pipeline.net.h2.triton import STREAM_INFER
 
+if TYPE_CHECKING:
+    import httpx
+
 KNOWN_ERROR = (
     "streams that tick together are read late, one after the other; `trtpipe bench selftest --transport tritonclient` "
     "says by how much here"
@@ -30,6 +33,8 @@ KNOWN_ERROR = (
 # Connections that are opened before a load point. httpx looks through all idle ones for each request, once for each of
 # them: with 64 a request leaves 5 ms later.
 OPENED = 16
+# Most bytes of the page that is read to free such a connection; with more to come it is closed.
+_PAGE = 1 << 20
 
 
 def fetch(
@@ -166,6 +171,23 @@ class GrpcAioSender(_TaskSender):
             call.cancel()  # has no effect on a call that has ended
 
 
+async def _free(answer: httpx.Response) -> None:
+    """Read an answer to its end, after which its connection can take a request. Close the connection where the end does
+    not come: a page may be huge, or a stream of events."""
+
+    async def read() -> None:
+        left = _PAGE
+        async for piece in answer.aiter_raw():
+            left -= len(piece)
+            if left < 0:
+                return
+
+    try:
+        await asyncio.wait_for(read(), CONNECT_TIMEOUT_S)
+    finally:
+        await answer.aclose()
+
+
 class HttpxSender(_TaskSender):
     """Sender over httpx; https is TLS with the system's certificates."""
 
@@ -198,7 +220,7 @@ class HttpxSender(_TaskSender):
             *(self._client.send(page, stream=True) for page in pages), return_exceptions=True
         )
         held = [one for one in answers if isinstance(one, httpx.Response)]
-        await asyncio.gather(*(one.aread() for one in held), return_exceptions=True)
+        await asyncio.gather(*(_free(one) for one in held), return_exceptions=True)
         for error in answers:
             if isinstance(error, httpx.ConnectError):
                 raise HostError(f"{self._site.url} takes no connections any more", why=str(error)) from None

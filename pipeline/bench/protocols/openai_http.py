@@ -126,6 +126,8 @@ class OpenAiHttp:
                 texts.append(text)
                 contents.append(content or "")
                 thought = thought or bool(reasoning)
+            # Over /v1/completions such a chunk need not be a token: our gateway ends every answer with it, and where a
+            # response before had two tokens, `usage` is one more than the responses as well.
             elif self._chat and stamps and finish == "length" and content == "":
                 last = stamp
         if not done:

@@ -122,7 +122,7 @@ def held_back(point: Mapping[str, Any]) -> str | None:
         return None
     told = f"{rounded(offered)} requests/s of {rounded(scheduled)} were sent, since at most {most} were in flight"
     due = point["metrics"].get("time_to_first_token_from_due") or {}
-    if due.get("p50") is None:
+    if due.get("p50") is None or due.get("p99") is None:
         return told
     return f"{told}; TTFT from the moment a request was due: p50 {due['p50']:.1f} ms, p99 {due['p99']:.1f} ms"
 

@@ -231,7 +231,7 @@ def test_an_address_of_metrics_that_does_not_answer_is_told_before_the_load(run:
     assert done.status == 4
     assert done.error() == (
         f"no metrics could be read from {url}: Connection refused; give the server's metrics page, such as "
-        "http://host:8002/metrics, or leave --metrics-url out"
+        "http://host:8002/metrics of Triton or http://host:8000/metrics of vLLM, or leave --metrics-url out"
     )
 
 

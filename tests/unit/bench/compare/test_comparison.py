@@ -501,15 +501,34 @@ def test_the_same_prompts_sent_again_to_one_server_are_said(tmp_path: Path) -> N
 
     a, b, c = run_of("a"), run_of("b"), run_of("c")
     said = (
-        "A, B and C sent the same prompts to the same address: a server that keeps KV blocks, and was not started "
-        "again in between, answers the later run faster; take another --seed for it"
+        "A, B and C sent the same prompts to the same address: where the server was not restarted between them and "
+        "keeps KV blocks, it answers the later run faster; take another --seed for that run"
     )
-    assert compare([a, b, c]).warnings == (said,)
-    assert compare([a, a]).warnings == ()
-    assert compare([a, run_of("d", url="http://other:8000")]).warnings == ()
-    assert [line[:5] for line in compare([a, run_of("e", seed=1)]).warnings] == ["seed:"]
-    files = [run_of(name, prompts="/some.jsonl") for name in "fg"]
-    assert compare(files).warnings == ()
+
+    def told(*paths: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        found = compare(paths)
+        return found.notes, found.warnings
+
+    assert told(a, b, c) == ((said,), ())
+    assert told(a, a) == ((), ())
+    assert told(a, run_of("d", url="http://other:8000")) == ((), ())
+    # As the note advises; of two servers, another seed is a difference.
+    assert told(a, run_of("e", seed=1)) == ((), ())
+    assert told(a, run_of("f", url="http://other:8000", seed=1)) == ((), ("seed: A 0, B 1",))
+    assert told(*(run_of(name, prompts="/some.jsonl") for name in "gh")) == ((), ())
+
+
+def test_a_tpot_of_another_formula_is_not_judged_against_the_base(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    old = report([load_point(requests)])
+    for name in ("time_per_output_token", "time_to_first_token"):
+        old["metrics"][name]["formula"] = "as it was before"
+    paths = save(tmp_path / "a", old), save(tmp_path / "b", report([load_point(requests)]))
+    found = compare(paths, fail_if=["p50_tpot > 9x", "p50_tpot > 900ms", "p50_ttft > 9x"])
+    why = "the reports measure it differently; measure the base again"
+    assert found.warnings == (f"time_per_output_token: {why}",)
+    assert [one.fired for one in found.judgements] == [None, False, False]
+    assert found.judgements[0].told.endswith(f"cannot be judged: {why}")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_options_may_be_refused_as_the_command_s() -> None:
+    check_options({"temperature": 2.5}, "options")  # which vLLM takes
     check_options({"temperature": 0, "top_p": 0.5, "ignore_eos": False, "stop": "x"}, "options")
     with pytest.raises(UsageError, match="options: unknown sampling option 'topk'; did you mean 'top_k'"):
         check_options({"topk": 1}, "options", UsageError)

@@ -386,6 +386,9 @@ def test_tokens_without_a_text_are_responses() -> None:
     last = delta("length", content="")
     assert read(CODECS["chat"], sse(role, word, last, counted(2), "[DONE]")) == Answer([20, 30], None, "a", 2)
     assert read(CODECS["chat"], sse(role, word, last, counted(1), "[DONE]")) == Answer([20], None, "a", 1)
+    # Our gateway ends an answer so over /v1/completions: a response before had two tokens.
+    two, end = ({"choices": [{"text": text, "finish_reason": why}]} for text, why in (("ab", None), ("", "length")))
+    assert read(CODECS["completions"], sse(two, end, counted(2), "[DONE]")) == Answer([10], None, "ab", 2)
     thoughts = [delta(**{name: ""}) for name in ("reasoning", "reasoning_content")]
     found = read(CODECS["chat"], sse(role, delta(reasoning="b", reasoning_content="b"), *thoughts, "[DONE]"))
     assert found == Answer([20, 30, 40], None, "b")

@@ -43,7 +43,7 @@ from trtpipe.pipeline.bench.mock_server.script import TOKEN_TEXT, Truth
 from trtpipe.pipeline.bench.options import PROTOCOLS
 from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring, connect
 from trtpipe.pipeline.bench.protocols.http_setup import Site
-from trtpipe.pipeline.bench.protocols.library import _unproxied
+from trtpipe.pipeline.bench.protocols.library import HttpxSender, _unproxied
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Client
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
@@ -380,6 +380,34 @@ def test_connecting_is_no_part_of_the_time_to_first_token_through_httpx(
             assert {tokens(client, exchange) for exchange in exchanges} == {5}
             await client.sender.warm(5)
             assert len(opened) == 5
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+@pytest.mark.parametrize("pause_s", [0.01, 0.0], ids=["a stream of events", "a huge page"])
+def test_a_page_without_an_end_does_not_hold_the_run(pause_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.bench.protocols.library.CONNECT_TIMEOUT_S", 0.5 if pause_s else 10.0)
+
+    async def scenario() -> None:
+        left = asyncio.Event()
+
+        async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not writer.is_closing():
+                    writer.write(b"data: 1\n\n" if pause_s else bytes(1 << 16))
+                    await writer.drain()
+                    await asyncio.sleep(pause_s)
+            left.set()
+
+        server = await asyncio.start_server(endless, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        sender = HttpxSender(Site.of(f"http://127.0.0.1:{port}"))
+        await asyncio.wait_for(sender.warm(1), 5)
+        await asyncio.wait_for(left.wait(), 5)  # the connection is closed
+        await sender.close()
+        server.close()
 
     run(scenario())
 
