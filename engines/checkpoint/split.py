@@ -132,11 +132,7 @@ def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:
     if experts is None:
         return f"moe_ep_size {ep} is for a model with experts, and this one has none", "leave --moe-ep and --moe-tp out"
     if experts.count % ep:
-        fitting = [one for one in divisors(experts.count) if mapping.tp_size % one == 0]
-        others = [one for one in divisors(experts.count) if one not in fitting]
-        remedy = f"--moe-ep values that fit --tp {mapping.tp_size}: {', '.join(map(str, fitting))}"
-        if others:
-            remedy += f"; with a multiple of it as --tp: {', '.join(map(str, others))}"
+        remedy = f"--moe-ep values that fit: {', '.join(map(str, divisors(experts.count)))}; --tp is a multiple of it"
         return f"moe_ep_size {ep} does not divide the {experts.count} experts", remedy
     return None
 

@@ -11,6 +11,7 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import HOST_GPUS
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.trtllm_options import check_architecture
 from trtpipe.pipeline.planner.efficiency import load_efficiency
@@ -93,20 +94,24 @@ def judge(
             smallest_tp, model, dtype, target.quantization, target.gpu, limits, how, longest,
             moe_ep=mapping.moe_ep_size if mapping.moe_ep_size > 1 else None,
         )  # fmt: skip
-        fewest, wider = smallest(pp=mapping.pp_size), "use "
+        fewest, wider, joined = smallest(pp=mapping.pp_size), "use ", ""
         if fewest is not None and fewest > mapping.tp_size:
             wider = f"use --tp {fewest} or more, or "
         elif fewest is None and mapping.pp_size == 1 and not target.gpu.mig and not backend.ONE_NODE:
             of_two = smallest(pp=2) if backend.ALL_STAGES or _has_stages(model) else None
             hosts = " on two hosts" if of_two == target.gpu.ranks_of_host else ""
             wider = "use " if of_two is None else f"use --tp {of_two} --pp 2{hosts}, or "
+        if fewest is None and not target.gpu.mig and target.gpu.ranks_of_host < HOST_GPUS:
+            joined = f", or write host_gpus into gpus/{target.gpu.name}.yaml of TRTPIPE_HOME"
         usual = ServingConfig().kv_cache_free_gpu_mem_fraction
         raised = replace(limits, kv_cache_free_gpu_mem_fraction=max(usual, limits.kv_cache_free_gpu_mem_fraction))
         if not memory(model, dtype, mapping, target.quantization, target.gpu, raised, how).shortage(
             longest, mapping.world_size, raised
         ):
             wider = f"raise {SHARE}, or {wider}"
-        raise UsageError(f"{name} on {target.gpu.name} {shortage}", remedy=f"{wider}a smaller --dtype or a larger GPU")
+        raise UsageError(
+            f"{name} on {target.gpu.name} {shortage}", remedy=f"{wider}a smaller --dtype or a larger GPU{joined}"
+        )
 
 
 def _has_stages(model: ModelConfig) -> bool:

@@ -208,8 +208,7 @@ def test_groups_of_experts_are_planned_as_they_are_built() -> None:
     assert made("mixtral-8x7b", moe_tp=4).mapping == Mapping(tp_size=4)
     # No --tp is given: that of the groups, so that the experts are what the refusal names.
     assert refused("mixtral-8x7b", moe_ep=3) == (
-        "moe_ep_size 3 does not divide the 8 experts; --moe-ep values that fit --tp 3: 1; with a multiple of it as "
-        "--tp: 2, 4, 8"
+        "moe_ep_size 3 does not divide the 8 experts; --moe-ep values that fit: 1, 2, 4, 8; --tp is a multiple of it"
     )
     assert "mixtral-8x22b on l4 does not fit: " in refused("mixtral-8x22b", gpu="l4", moe_ep=2)
     assert refused("llama3-8b", moe_tp=4).startswith("moe_tp_size 4 does not make tp_size 1")
@@ -226,6 +225,12 @@ def test_two_hosts_are_named_and_not_chosen() -> None:
         "16 h100 are more than the 8 of a host: the network between hosts is not predicted; "
         "`trtpipe settings --tp 8 --pp 2` says whether it fits two hosts"
     ) in planned("llama3.1-405b", "h100", "bf16", tp=16)
+
+
+def test_a_host_of_fewer_gpus_may_be_written() -> None:
+    others = "a smaller --dtype or a larger GPU, or write host_gpus into gpus/gh200.yaml of TRTPIPE_HOME"
+    assert refused("llama3.1-70b", gpu="gh200").endswith(f"; use --tp 1 --pp 2 on two hosts, or {others}")
+    assert refused("llama3.1-70b", gpu="gh200", runtime="vllm").endswith(f"; use {others}")
 
 
 def test_a_slice_that_is_too_small_is_told_as_one() -> None:

@@ -250,8 +250,8 @@ def test_impossible_mappings(overrides: dict[str, Any], tp: int, pp: int, line: 
         (
             6,
             {"tp_size": 4, "moe_ep_size": 4},
-            "moe_ep_size 4 does not divide the 6 experts; --moe-ep values that fit --tp 4: 1, 2; with a multiple of it "
-            "as --tp: 3, 6",
+            "moe_ep_size 4 does not divide the 6 experts; --moe-ep values that fit: 1, 2, 3, 6; --tp is a multiple "
+            "of it",
         ),
         (0, {"tp_size": 2, "moe_ep_size": 2}, "moe_ep_size 2 is for a model with experts, and this one has none"),
         (8, {"tp_size": 4}, "moe_tp_size 4 does not divide intermediate_size of an expert 6"),
