@@ -195,7 +195,7 @@ def satisfy(
                 stage=stage.name, makes=stage.makes, reused=True, reason="made by another process", artefact=found
             )
         damage = store.set_aside(record, verify=verify)
-        reason = f"damaged: {damage}" if damage else why(last, record)
+        reason = f"damaged: {damage}" if damage else why(last, record, imported=bool(store.imported(record)))
         log = store.log_path(record)
         log.parent.mkdir(parents=True, exist_ok=True)
         with reporter.stage(stage.name, reason) as progress:
@@ -241,11 +241,13 @@ def satisfy(
         return StageResult(stage=stage.name, makes=stage.makes, reused=False, reason=reason, artefact=artefact)
 
 
-def why(last: Record | None, wanted: Record) -> str:
-    """Why a stage must run, from the record of its last run in this run folder."""
+def why(last: Record | None, wanted: Record, *, imported: bool = False) -> str:
+    """Why a stage must run, from the record of its last run in this run folder; `imported` where the store has an
+    imported artefact of it, which the caller does not trust."""
     if last is None:
         return "first run"
-    return ", ".join(differences(last, wanted)) or "its artefact is gone"
+    gone = "what was imported is not trusted by --trust-origin or --trust-key" if imported else "its artefact is gone"
+    return ", ".join(differences(last, wanted)) or gone
 
 
 @dataclass(frozen=True)

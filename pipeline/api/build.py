@@ -172,6 +172,8 @@ def build(
     store = store or Store(default_home(), note=log.info)
     trust = Trust(tuple(map(str, trust_origin)), tuple(map(Path, trust_key))) if trust_origin or trust_key else None
     reporter = reporter or _LogReporter()
+    if trust is not None:
+        trust.require_keys()  # before a download, not once there is something to compare
     for origin in () if trust is None else trust.unknown(store):
         reporter.note(f"nothing in the store came from {origin}, so trust in it reuses nothing")
     try:

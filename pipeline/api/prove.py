@@ -72,12 +72,15 @@ def prove(
     """
     from trtpipe import __version__
     from trtpipe.configs import facts
+    from trtpipe.configs.home import default_home
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.nvidia import read_gpus
     from trtpipe.engines.precision import dtype_names
     from trtpipe.pipeline.api.build import settings
     from trtpipe.pipeline.prove import page
     from trtpipe.pipeline.prove.proof import Proof
+    from trtpipe.pipeline.serving.servers import running
+    from trtpipe.pipeline.store.store import Store
 
     model, output, gpu = str(model), Path(output), gpu or this_gpu()
     names = (dtype,) if isinstance(dtype, str) else tuple(dtype)
@@ -101,6 +104,11 @@ def prove(
         raise UsageError("no precision is left to prove", why="; ".join(f"{k}: {v}" for k, v in refused.items()))
     if gpu != "cpu":
         read_gpus()  # raises HostError here, not once for each precision
+    served = {server.name for server in running(Store(default_home()))}
+    if taken := next((spec.target for spec in specs.values() if spec.target in served), None):
+        raise UsageError(
+            f"a server is called {taken}, as that of the proof would be", remedy=f"run `trtpipe stop {taken}` first"
+        )
     output.mkdir(parents=True, exist_ok=True)  # before an hour of work for it
     lanes = []
     for name, spec in specs.items():

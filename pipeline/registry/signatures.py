@@ -31,6 +31,12 @@ RSA_SCHEMES = ("rsa-pkcs1v15-sha256", "rsassa-pss-sha256")
 Statement = dict[str, Any]
 
 
+def require_public_keys(files: Sequence[Path]) -> None:
+    """Raises InputDataError for a file that is not a public key, HostError where the library is not installed."""
+    for file in files:
+        _public_keys(file)
+
+
 def verify_envelope(envelope: bytes, keys: Sequence[Path]) -> Statement:
     """The in-toto statement in a DSSE envelope that at least one of the keys signed.
 

@@ -27,6 +27,12 @@ class Trust:
     origins: tuple[str, ...] = ()
     keys: tuple[Path, ...] = ()
 
+    def require_keys(self) -> None:
+        """Raises InputDataError for a file that is no public key, HostError where the library is not installed."""
+        from trtpipe.pipeline.registry.signatures import require_public_keys
+
+        require_public_keys(self.keys)
+
     def unknown(self, store: Store) -> list[str]:
         """The origins from which nothing in the store came, as the user gives them."""
         known = store.sources() if self.origins else set()

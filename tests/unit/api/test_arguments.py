@@ -157,7 +157,7 @@ def test_a_target_and_its_repository_as_paths(in_folder: Path, monkeypatch: pyte
     model = hf_folder(in_folder / "tiny", dtype="F32")
     built = trtpipe.build(model=model, gpu="cpu", dtype="fp32", folder="elsewhere")
     assert (built.folder, built.target) == (in_folder / "elsewhere", "tiny.cpu.fp32")
-    built = trtpipe.build(model=model, gpu="cpu", dtype="fp32", trust_origin=[Path("x")], trust_key=["team.pub"])
+    built = trtpipe.build(model=model, gpu="cpu", dtype="fp32", trust_origin=[Path("x")], trust_key=[])
     found: list[Any] = []
 
     def launch(targets: Any, *_: Any) -> Any:

@@ -106,6 +106,21 @@ def test_an_unknown_precision_is_refused_before_anything_is_built(tmp_path: Path
     assert not (tmp_path / "proof").exists()
 
 
+def test_a_server_of_the_same_name_is_told_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_folder(tmp_path / "tiny")
+    monkeypatch.setattr(
+        "trtpipe.pipeline.serving.servers.running", lambda store: [SimpleNamespace(name="tiny.cpu.fp32")]
+    )
+    with pytest.raises(UsageError, match=r"a server is called tiny.cpu.fp32, .*; run `trtpipe stop tiny.cpu.fp32`"):
+        prove.prove(
+            model, gpu="cpu", runtime="reference", dtype="fp32", output=tmp_path / "proof",
+            set={"build.max_seq_len": 256, "build.max_input_len": 128},
+        )  # fmt: skip
+    assert not (tmp_path / "proof").exists()
+
+
 def test_the_reference_runtime_compared_with_itself_is_told() -> None:
     def proof(runtime: str) -> Proof:
         return Proof(

@@ -66,6 +66,9 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     noted = [line for line in done.err.splitlines() if "trust" in line]
     assert noted == ["nothing in the store came from oci://host/typo, so trust in it reuses nothing"]
 
+    refused = run(*asked, "--trust-key", str(told))  # although nothing would be compared with it
+    assert (refused.status, refused.error().partition(";")[0]) == (3, f"{told} is not a public key in PEM form")
+
     # Builds make nothing of what came from elsewhere.
     for makes, remedy in (
         ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
@@ -92,6 +95,12 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     (Path("runs") / "tiny.cpu.bf16" / "provenance.json").unlink()
     refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
     assert refused.error() == "no statement has come with tiny.cpu.bf16; give the signed one with --statement"
+
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "other"))
+    assert run("pull", "tiny.cpu.bf16", shelf).status == 0
+    done = run(*asked[:-2], "--until", "tokenizer")
+    why = r"tokenizer +running +\(what was imported is not trusted by --trust-origin or --trust-key\)"
+    assert re.search(why, done.err), done.err
 
 
 def test_a_run_folder_of_another_name_or_place(run: Run, in_folder: Path, tmp_path: Path) -> None:
