@@ -8,9 +8,12 @@ import ssl
 from pathlib import Path
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import read_bounded
 from trtpipe.pipeline.gateway.options import GatewayOptions
 
 KEYS_VARIABLE = "TRTPIPE_API_KEYS"
+# Of a file of keys or certificates: a device without an end would take all memory.
+MAX_BYTES = 1 << 20
 
 
 def check(options: GatewayOptions) -> None:
@@ -51,8 +54,8 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
         )
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_bounded(file, MAX_BYTES).decode("utf-8-sig")
+        except (OSError, ValueError) as error:
             raise _unreadable(f"the API keys in {file}", error) from None
         own = _keys(text, str(file))
         if not own:
@@ -77,8 +80,8 @@ def _keys(text: str, place: str) -> list[str]:
 def _check_certificate(certificate: Path, key: Path) -> None:
     for what, file in (("certificate", certificate), ("key", key)):
         try:
-            file.read_bytes()
-        except OSError as error:
+            read_bounded(file, MAX_BYTES)
+        except (OSError, ValueError) as error:
             raise _unreadable(f"the {what} {file}", error) from None
     try:
         # Nobody can be asked for a password: workers have no terminal.
@@ -91,6 +94,6 @@ def _check_certificate(certificate: Path, key: Path) -> None:
         ) from None
 
 
-def _unreadable(what: str, error: OSError | UnicodeDecodeError) -> InputDataError:
+def _unreadable(what: str, error: OSError | ValueError) -> InputDataError:
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return InputDataError(f"{what} cannot be read", why=why, remedy="name a file that this user can read")

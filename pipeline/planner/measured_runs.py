@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from trtpipe.configs import facts
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import InputDataError, suggestion
+from trtpipe.engines.json_input import open_regular
 from trtpipe.pipeline.bench.load.seeds import generator
 from trtpipe.pipeline.planner.demand import SEED, closed_loop
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
@@ -81,11 +83,11 @@ def read(file: Path) -> list[MeasuredRun]:
     """Figures of a CSV file with the columns above, of which the first four are needed. Raises InputDataError."""
     fields = {field.name: field for field in dataclasses.fields(MeasuredRun)}
     try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
+        with io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as stream:
             table = csv.DictReader(stream)
             columns = table.fieldnames or []
             rows = list(table)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InputDataError(
             f"{file} cannot be read as a CSV table", why=why, remedy="give a CSV file of measured runs"

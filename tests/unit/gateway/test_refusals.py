@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,8 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         build(options(folder), SharedCounters(), fork_server(keyed), most_connections=10)
     monkeypatch.delenv("TRTPIPE_API_KEYS")
     (tmp_path / "none").write_text("# nothing\n")
-    for file in (tmp_path / "none", tmp_path / "absent"):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "none", tmp_path / "absent", tmp_path / "pipe"):
         keyed = options(folder, api_keys_file=file)
         with pytest.raises(InputDataError):
             build(keyed, SharedCounters(), fork_server(keyed), most_connections=10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_lengths_that_are_all_equal_have_a_spread_of_0(tmp_path: Path) -> None:
 def test_a_bad_table_is_refused_in_one_line(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(InputDataError, match=why):
         read(table(tmp_path, text))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputDataError, match=r"pipe cannot be read as a CSV table: it is not a regular file; give "):
+        read(tmp_path / "pipe")
     with pytest.raises(InputDataError, match=r"none.csv cannot be read .*: No such file or directory; give "):
         read(tmp_path / "none.csv")
 
