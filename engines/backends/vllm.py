@@ -140,6 +140,15 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="a Hugging Face folder has no place for them",
             remedy=f"use --kv-cache {'fp8 or none' if fp8 else 'none'}",
         )
+    algo = target.quantization.quant_algo
+    written = None if algo is None or target.stored else checkpoint_form("vllm", algo)
+    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4 and written == COMPRESSED_TENSORS:
+        assert algo is not None
+        raise UsageError(
+            f"the vllm runtime has no NVFP4 KV cache beside {algo.value}",
+            why="compressed-tensors, the format in which it reads such weights, has scales of the cache for FP8 alone",
+            remedy="use --kv-cache fp8 or none",
+        )
     if target.mapping.moe_ep_size not in (1, target.mapping.tp_size):
         raise UsageError(
             f"vLLM does not divide experts among {target.mapping.moe_ep_size} groups of ranks",

@@ -55,10 +55,10 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
     again = tiny.cli.run("serve", str(namesake))
     assert again.status == 2
     assert "already served" in again.err
-    with starting(Store(tiny.cli.home), tiny.name):
-        meanwhile = tiny.cli.run("serve", str(namesake))
+    with starting(Store(tiny.cli.home), "other"):
+        meanwhile = tiny.cli.run("serve", str(copy))
     assert meanwhile.status == 4
-    assert f"error: {tiny.name} is being started by another command; wait until `trtpipe ps` lists it" in meanwhile.err
+    assert "error: other is being started by another command; wait until `trtpipe ps` lists it" in meanwhile.err
 
 
 def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(tiny: Served) -> None:
@@ -118,7 +118,8 @@ def test_an_answer_ends_whole_where_every_process_is_told_to_end(
         assert [*begun, *lines] == whole
         serving.communicate(timeout=60)
     assert serving.returncode == 0
-    assert not any(alive(process) for process in family)
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not any(alive(process) for process in left)
     assert not using(copy)
 
 
