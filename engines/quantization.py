@@ -67,7 +67,7 @@ class Algorithm:
 
     @property
     def four_bits(self) -> bool:
-        """Whether a weight's codes have four bits."""
+        """Whether weights are stored in 4 bits."""
         return self.scale in ("group", "vector")
 
     @property

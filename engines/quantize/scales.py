@@ -57,7 +57,7 @@ SIZES = (
 
 
 def identity(model: ModelConfig, weights: str) -> dict[str, str]:
-    """What tells a model from others in a file of scales; `weights` is a digest of them."""
+    """The fields by which a file of scales names its model: its sizes, and as `weights` a digest of its weights."""
     sizes = {name: str(getattr(model, name)) for name in SIZES}
     return {**sizes, "experts": str(model.experts and model.experts.count), "weights": weights}
 
@@ -154,7 +154,7 @@ def load_scales(
 
 
 def other_weights(path: Path, model: Mapping[str, str]) -> bool:
-    """Whether a file that `load_scales` has read tells of weights that are not those of the `identity`."""
+    """Whether a file of scales was made for a model of other weights than those of `model`."""
     with safe_open(path, "pt") as file:
         return bool((file.metadata() or {}).get("weights", model["weights"]) != model["weights"])
 

@@ -318,7 +318,7 @@ class Likeness:
     tokens: int
 
     def failure(self, second_tokens: float) -> str:
-        """What says that the engine does not compute as the reference runtime does; "" for nothing.
+        """Why the engine does not compute as the reference runtime does; "" where it does.
 
         second_tokens  share of the answers with the same first token whose second one must be the same
         """
@@ -340,7 +340,7 @@ class Likeness:
 
 
 def compared(answers: list[list[int]], expected: list[list[int]]) -> Likeness:
-    """How alike the answers are to those expected."""
+    """Compare answers with those expected, token by token."""
     pairs = list(zip(answers, expected, strict=True))
     begun = [(one, other) for one, other in pairs if one[:1] == other[:1]]
     going = [(one, other) for one, other in begun if len(other) > 1]

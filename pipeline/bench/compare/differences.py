@@ -147,7 +147,7 @@ def _options(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spans(reports: Mapping[str, dict[str, Any]], shared: Mapping[str, Collection[int]]) -> Iterator[str]:
-    """How long the loads are measured that a report shares with another."""
+    """Differences in the length (duration, requests) of loads that several reports have."""
     found = {letter: _shared_loads(report, shared[letter]) for letter, report in reports.items()}
     for key in _SPANS:
         yield from _differing(
@@ -169,7 +169,7 @@ def _shared_loads(report: dict[str, Any], shared: Collection[int]) -> list[dict[
 
 
 def _is_of(entry: dict[str, Any], load: dict[str, Any]) -> bool:
-    """Whether a load point's entry tells of that load among the options."""
+    """Whether `entry`, the load of a load point, belongs to `load` of the report's options."""
     both = entry.keys() & load.keys()
     return not both.isdisjoint(_AMOUNTS) and all(entry[key] == load[key] for key in both)
 
