@@ -76,8 +76,10 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     if _comes_quantized(given):
         asked.add("dtype")  # the model's files have one already
     dtype = _merged(given).get("dtype")
+    adapters = {name: str(path) for name, path in deployment.adapters.items()}
     base: list[Layer] = [
         (_PASSPORT, _from_passport(deployment, asked)),
+        (_REPOSITORY, {LORA: adapters} if adapters else {}),
         (_PLAN, {} if run is None or plan is None else _from_plan(plan, run.last("download"), asked, dtype)),
         (_ENGINE, {**_from_engine(deployment, runtime, asked), **_group(chosen(rows), "build")}),
         (_REPOSITORY, _group(chosen(rows), "serving")),
@@ -92,11 +94,12 @@ def find_migration(folder: Path, to: str, engine: Path | None, given: list[Layer
     spec = resolve(found)
     _require_same_model(deployment, spec)
     recipe, source = _merged(found), spec.model.source
+    rows = [*_target_rows(deployment, spec), *_overruled(rows, spec)]
     if isinstance(source, FolderSource | GgufSource):
         recipe["model"] = source.path  # the recipe may be built from another folder
     return Migration(
         source=deployment.engine.path, spec=spec, recipe=recipe,
-        rows=(*_target_rows(deployment, spec), *_overruled(rows, spec)),
+        rows=tuple(_with_adapters(row, deployment, spec) for row in rows),
     )  # fmt: skip
 
 
@@ -303,6 +306,17 @@ def _overruled(rows: list[Row], spec: BuildSpec) -> list[Row]:
         else row
         for row in rows
     ]
+
+
+def _with_adapters(row: Row, deployment: Deployment, spec: BuildSpec) -> Row:
+    """The row; that of the folder of adapters with what becomes of these."""
+    names, count = [name for name, _ in spec.adapters], deployment.adapter_count
+    if row.setting != "lora_prefetch_dir" or (count == 0 and not names):
+        return row
+    if len(names) < (1 if count is None else count):
+        lost = "the folder is not here" if count is None else f"{count - len(names)} of {count} are not PEFT's files"
+        return dataclasses.replace(row, verdict=Verdict.LOST, why=f"{lost}; {row.why}")
+    return dataclasses.replace(row, verdict=Verdict.CARRIED, becomes=LORA, to=", ".join(names), why="")
 
 
 def _group(settings: dict[str, Any], group: str) -> dict[str, Any]:

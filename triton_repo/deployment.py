@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines import load_backend
+from trtpipe.engines.adapters import AdapterFolder
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
+from trtpipe.engines.hf.adapter import CONFIG as ADAPTER_CONFIG
 from trtpipe.triton_repo.check.code import foreign_code
 from trtpipe.triton_repo.check.engine_folder import EngineFolder, find_engine, read_engine
 from trtpipe.triton_repo.check.faults import ERROR, Report
 from trtpipe.triton_repo.check.models import CONFIG, Model, read_models
+from trtpipe.triton_repo.check.paths import locate
 from trtpipe.triton_repo.deployment_settings import Setting, engine_settings, is_size, model_settings, request_settings
 
 # Faults with which settings cannot be read. Rank files are not looked at: no weights come from an engine.
@@ -24,11 +27,17 @@ _UNUSABLE = ("engine-folder", "engine-config", "passport", "syntax", "config-unr
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """An engine and the settings of it and around it."""
+    """An engine and the settings of it and around it.
+
+    adapters       name -> folder of each adapter in `lora_prefetch_dir` that is as PEFT saves it
+    adapter_count  number of all adapters there; None where that folder is not on this machine
+    """
 
     engine: EngineFolder
     mapping: Mapping
     settings: tuple[Setting, ...]
+    adapters: dict[str, Path]
+    adapter_count: int | None
 
     @property
     def quantization(self) -> tuple[str | None, str | None]:
@@ -143,8 +152,24 @@ def _deployment(engine: EngineFolder | None, folder: Path, models: dict[str, Mod
             for path in code
         ]
     settings += request_settings(models.values())
+    adapters, count = _adapters(models[name].value("lora_prefetch_dir"), folder, models) if models else ({}, 0)
     return Deployment(
         engine=engine,
         mapping=Mapping.of(sizes[0], sizes[1], moe_ep=sizes[2]),
         settings=tuple(settings),
+        adapters=adapters,
+        adapter_count=count,
     )
+
+
+def _adapters(text: str | None, repository: Path, models: dict[str, Model]) -> tuple[dict[str, Path], int | None]:
+    """`adapters` and `adapter_count` of a `Deployment` whose adapters are in the folder `text`."""
+    if text is None:
+        return {}, 0
+    place = locate(text, repository, models).path
+    if place is None or not place.is_dir():
+        return {}, None
+    names = {one.path.name: one.name for one in AdapterFolder(place).all()}
+    folders = sorted(path for path in place.iterdir() if path.is_dir())
+    found = {names.get(path.name, path.name): path.absolute() for path in folders if (path / ADAPTER_CONFIG).is_file()}
+    return found, len(folders)

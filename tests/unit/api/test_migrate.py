@@ -16,11 +16,13 @@ from tests.support.repository_changes import made, rendered
 from tests.support.triton_repositories import Repository, inflight
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
+from trtpipe.engines.hf.adapter import lay_out, read_adapter
 from trtpipe.engines.model_source import HubSource
+from trtpipe.pipeline.migration import Migration
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
-from trtpipe.triton_repo.migration import Verdict
+from trtpipe.triton_repo.migration import Row, Verdict
 
 SIZES = {"max_batch_size": 8, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}
 FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -101,6 +103,39 @@ def test_adapters_of_a_target_come_along(in_folder: Path, nvidia: Path, tmp_path
     assert named.spec.adapters == found.spec.adapters, "the model is the engine's, wherever it comes from"
     elsewhere = trtpipe.migrate(nvidia, to="llmapi", model="tiny", gpu="h100")
     assert (elsewhere.spec.adapters, elsewhere.spec.build.lora_target_modules) == ((), ("attn_q",))
+
+
+def _folder_of_adapters(found: Migration) -> Row:
+    return next(row for row in found.rows if row.setting == "lora_prefetch_dir")
+
+
+def test_adapters_of_a_repository_come_along_where_they_are_as_peft_saves_them(
+    in_folder: Path, nvidia: Path, tmp_path: Path
+) -> None:
+    folder = nvidia / "tensorrt_llm" / "1" / "lora"
+    Repository(nvidia).parameter("tensorrt_llm", "lora_prefetch_dir", "tensorrt_llm/1/lora")
+
+    def migrate() -> Migration:
+        return trtpipe.migrate(nvidia, to="vllm", model="tiny", gpu="h100")
+
+    gone = _folder_of_adapters(migrate())
+    assert gone.verdict is Verdict.LOST
+    assert gone.why == "the folder is not here; adapters as PEFT saves them, which `trtpipe build --lora` takes"
+    folder.mkdir()
+    (folder / ".keep").touch()
+    assert _folder_of_adapters(migrate()).verdict is Verdict.REPLACED, "no adapter is there"
+    ours = lay_out(read_adapter(write_adapter(in_folder / "fr", Path("tiny"), rank=4)), "french", folder)
+    write_adapter(folder / "77", Path("tiny"), rank=4)
+    found = migrate()
+    assert dict(found.spec.adapters) == {"french": ours, "77": folder / "77"}
+    assert found.recipe["lora"] == {"french": str(ours), "77": str(folder / "77")}
+    row = _folder_of_adapters(found)
+    assert (row.verdict, row.becomes, row.to) == (Verdict.CARRIED, "lora", "77, french")
+    (folder / "5").mkdir()
+    (folder / "5" / "model.lora_weights.npy").touch()
+    assert dict(migrate().spec.adapters) == {"french": ours, "77": folder / "77"}
+    row = _folder_of_adapters(migrate())
+    assert (row.verdict, row.why.partition(";")[0]) == (Verdict.LOST, "1 of 3 are not PEFT's files")
 
 
 def _written(recipe: dict[str, Any]) -> Path:
