@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.layers import Layer
 
 EXAMPLE = 'runtime = "vllm"'
+MAX_BYTES = 1 << 20
 SHOWN = ("TRTPIPE_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "NO_COLOR")
 SECRET = ("HF_TOKEN", "TRTPIPE_API_KEY", "TRTPIPE_API_KEYS")
 
@@ -69,6 +70,7 @@ def read_config() -> UserConfig:
     from trtpipe.configs import facts, read
     from trtpipe.engines import BACKENDS
     from trtpipe.engines.errors import UsageError, suggestion
+    from trtpipe.engines.json_input import read_bounded
 
     if sys.version_info >= (3, 11):
         import tomllib
@@ -77,11 +79,14 @@ def read_config() -> UserConfig:
 
     where = path()
     try:
-        values = tomllib.loads(where.read_text(encoding="utf-8"))
+        text = read_bounded(where, MAX_BYTES)
     except FileNotFoundError:
         return UserConfig()
-    except OSError as error:
-        raise read.ConfigError(f"{where} cannot be read", why=error.strerror or str(error)) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise read.ConfigError(f"{where} cannot be read", why=why) from None
+    try:
+        values = tomllib.loads(text.decode("utf-8"))
     except ValueError as error:
         raise read.ConfigError(
             f"{where} is not TOML", why=str(error), remedy=f"write lines such as {EXAMPLE}"

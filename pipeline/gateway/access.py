@@ -53,15 +53,24 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
             f"{KEYS_VARIABLE} holds no API key", remedy="write keys with commas between them, or unset it"
         )
     if file is not None:
+        what = f"the API keys in {file}"
         try:
-            text = read_bounded(file, MAX_BYTES).decode("utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise _unreadable(f"the API keys in {file}", error) from None
+            text = read(what, file).decode("utf-8-sig")
+        except ValueError as error:
+            raise _unreadable(what, error) from None
         own = _keys(text, str(file))
         if not own:
             raise InputDataError(f"{file} holds no API key", remedy="write one key a line")
         keys += own
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def read(what: str, file: Path) -> bytes:
+    """The bytes of a file of keys or certificates, which a message names by `what`. Raises InputDataError."""
+    try:
+        return read_bounded(file, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise _unreadable(what, error) from None
 
 
 def _keys(text: str, place: str) -> list[str]:
@@ -79,10 +88,7 @@ def _keys(text: str, place: str) -> list[str]:
 
 def _check_certificate(certificate: Path, key: Path) -> None:
     for what, file in (("certificate", certificate), ("key", key)):
-        try:
-            read_bounded(file, MAX_BYTES)
-        except (OSError, ValueError) as error:
-            raise _unreadable(f"the {what} {file}", error) from None
+        read(f"the {what} {file}", file)
     try:
         # Nobody can be asked for a password: workers have no terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

@@ -301,10 +301,10 @@ def serve(
 
 def _copy_files(options: GatewayOptions) -> dict[str, io.FileIO]:
     """The files of keys and certificate in memory, by the option that names them. Raises InputDataError where they
-    cannot be used, or OSError."""
+    cannot be read or used."""
     access.check(options)
     files = {name: getattr(options, name) for name in ("api_keys_file", "tls_cert", "tls_key")}
-    read = {name: file.read_bytes() for name, file in files.items() if file is not None}
+    read = {name: access.read(str(file), file) for name, file in files.items() if file is not None}
     copies = {name: io.FileIO(os.memfd_create(f"trtpipe-{name}"), "r+") for name in read}
     for name, copy in copies.items():
         copy.write(read[name])

@@ -116,6 +116,16 @@ def test_a_mistake_names_the_file_and_the_remedy(run: Run, file: Path, text: str
     assert [word for word in words if word not in done.error()] == []
 
 
+def test_a_pipe_or_a_large_file_is_not_read(run: Run, file: Path) -> None:
+    file.touch()
+    os.truncate(file, config.MAX_BYTES + 1)
+    asked = ("settings", "--model", "llama3-8b", "--gpu", "h100")
+    assert run(*asked).error() == f"{file} cannot be read: it has more than 1,048,576 bytes"
+    file.unlink()
+    os.mkfifo(file)
+    assert run(*asked).error() == f"{file} cannot be read: it is not a regular file"
+
+
 @pytest.mark.loopback
 def test_the_python_of_vllm_is_not_that_of_another_runtime(
     run: Run, build: Run, model: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from tests.support.factories import write_tokenizer
 from tests.support.gateways import chat
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.pipeline.gateway import access, supervisor
 from trtpipe.pipeline.gateway.failure import Failure, of_status, of_text
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
@@ -50,6 +51,15 @@ def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path
     assert options(tmp_path, host="0.0.0.0").url == "http://0.0.0.0:9000"
     both = {"tls_cert": tmp_path / "c.pem", "tls_key": tmp_path / "k.pem"}
     assert options(tmp_path, host="0.0.0.0", **both).url == "https://127.0.0.1:9000"
+
+
+def test_a_file_of_keys_that_grew_after_its_check_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "check", lambda options: None)
+    keys = tmp_path / "keys"
+    keys.touch()
+    os.truncate(keys, access.MAX_BYTES + 1)
+    with pytest.raises(InputDataError, match=f"{keys} cannot be read: it has more than 1,048,576 bytes"):
+        supervisor._copy_files(options(tmp_path, api_keys_file=keys))
 
 
 def test_a_model_without_a_chat_template_and_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
