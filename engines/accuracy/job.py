@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtpipe.engines.backends.reference import LENGTH_AS_STATED
+from trtpipe.engines.backends.base import longest_sequence
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.hf.folder import is_checkpoint, read_model_config
@@ -200,12 +200,11 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
             remedy="take the tokenizer of the model itself",
         )
     # Both models run with the reference runtime's layers.
-    name = LENGTH_AS_STATED.get(model.rotary_kind or "", "max_position_embeddings")
-    limit = (model.rotary_scaling or {}).get(name) or model.max_position_embeddings
+    limit = longest_sequence(model, "reference")
     if rows.shape[1] > limit:
         raise UsageError(
             f"rows of {rows.shape[1]} tokens are too long for {original}",
-            why=f"its {name} is {limit}",
+            why=f"the model takes {limit}",
             remedy=f"use --seq-len {limit} or less",
         )
 

@@ -14,6 +14,7 @@ from trtpipe.engines.build_config import LORA, SPECULATIVE, BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.toolchain import Toolchain
 
@@ -259,6 +260,14 @@ def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
     read = [form for form, method in METHODS.items() if algo in backend.READS.get(method, ())]
     forms = read if backend.FORM == "hf" else [backend.FORM]
     return next((form for form in forms if form in algo.row.formats), None)
+
+
+def longest_sequence(model: ModelConfig, runtime: str) -> int:
+    """Tokens of the longest sequence of `model` that `runtime` takes."""
+    stated = load_backend(runtime).LENGTH_AS_STATED.get(model.rotary_kind or "")
+    if stated is None:
+        return model.longest_sequence
+    return int((model.rotary_scaling or {}).get(stated) or model.max_position_embeddings)
 
 
 def settings_of(build: BuildConfig, settings: tuple[str, ...]) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.accuracy.scoring import Answers, Continuation, Generation, answer
+from trtpipe.engines.backends.base import longest_sequence
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.tokenizer import read_tokenizer
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import Progress
 from trtpipe.pipeline.accuracy.task_files import Filter, Metric, Task, documents, read_task
-from trtpipe.pipeline.planner.judgement import longest_sequence
 
 
 @dataclass(frozen=True, kw_only=True)

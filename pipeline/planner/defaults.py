@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trtpipe.engines.backends.base import longest_sequence
 from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.judgement import longest_sequence, require_length
+from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import SHARE, smallest_tp
 from trtpipe.pipeline.planner.sizes import LEAST, MAX_NUM_TOKENS, sizes

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target
+from trtpipe.engines.backends.base import Target, longest_sequence
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
@@ -17,14 +17,6 @@ from trtpipe.engines.trtllm_options import check_architecture
 from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.memory import SHARE, Limits, memory, smallest_tp
 from trtpipe.triton_repo.serving import ServingConfig
-
-
-def longest_sequence(model: ModelConfig, runtime: str) -> int:
-    """Tokens of the longest sequence of `model` that `runtime` takes."""
-    stated = load_backend(runtime).LENGTH_AS_STATED.get(model.rotary_kind or "")
-    if stated is None:
-        return model.longest_sequence
-    return int((model.rotary_scaling or {}).get(stated) or model.max_position_embeddings)
 
 
 def require_length(model: ModelConfig, name: str, longest: int, runtime: str, asked_by: str, remedy: str) -> None:

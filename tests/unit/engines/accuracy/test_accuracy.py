@@ -394,7 +394,7 @@ def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
 def test_rows_that_cannot_be_run(llama: Path, compare: Compare, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no next token"):
         compare(llama, llama, ROWS[:, :1])
-    with pytest.raises(UsageError, match="its max_position_embeddings is 64"):
+    with pytest.raises(UsageError, match="the model takes 64"):
         compare(llama, llama, np.zeros((1, 65), np.int32))
     scaled = tmp_path / "scaled"
     shutil.copytree(llama, scaled)
@@ -403,8 +403,13 @@ def test_rows_that_cannot_be_run(llama: Path, compare: Compare, tmp_path: Path) 
     scaling = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
     config.pop("rope_parameters", None)
     (scaled / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
-    with pytest.raises(UsageError, match="its original_max_position_embeddings is 32; use --seq-len 32 or less"):
+    with pytest.raises(UsageError, match="the model takes 32; use --seq-len 32 or less"):
         compare(scaled, scaled, np.zeros((1, 33), np.int32))
+    # As the accuracy gate's tasks are judged: to the length that the scaling makes.
+    (scaled / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
+    assert compare(scaled, scaled, np.zeros((1, 65), np.int32)).seq_len == 65
+    with pytest.raises(UsageError, match="the model takes 128; use --seq-len 128 or less"):
+        compare(scaled, scaled, np.zeros((1, 129), np.int32))
     with pytest.raises(InputDataError, match="outside the vocabulary"):
         compare(llama, llama, ROWS + VOCAB)
     with pytest.raises(UsageError, match="did you mean 'cuda'"):
