@@ -79,6 +79,7 @@ def prove(
     from trtpipe.pipeline.api.build import settings
     from trtpipe.pipeline.prove import page
     from trtpipe.pipeline.prove.proof import Proof
+    from trtpipe.pipeline.serving.serve import require_programs
     from trtpipe.pipeline.serving.servers import running
     from trtpipe.pipeline.store.store import Store
 
@@ -109,6 +110,9 @@ def prove(
         raise UsageError(
             f"a server is called {taken}, as that of the proof would be", remedy=f"run `trtpipe stop {taken}` first"
         )
+    for used in {spec.runtime for spec in specs.values()}:
+        asked = None if engine_python is None else str(engine_python)
+        require_programs(used, on_cpu=gpu == "cpu", asked=asked)
     output.mkdir(parents=True, exist_ok=True)  # before an hour of work for it
     lanes = []
     for name, spec in specs.items():

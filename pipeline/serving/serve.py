@@ -18,6 +18,7 @@ from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
+from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions
@@ -113,6 +114,19 @@ def launch(
         if not again:
             shutil.rmtree(adapters.added_folder(store.home / "servers" / name), ignore_errors=True)
         return _launch(name, targets, passports, kind, store, options, note, show)
+
+
+def require_programs(runtime: str, *, on_cpu: bool, asked: str | None) -> None:
+    """Raises HostError, as `launch` would, where a server of `runtime` lacks its Python and tritonserver, or Docker.
+
+    asked  the Python that is to run engines; None for the usual one
+    """
+    backend = load_backend(runtime)
+    if backend.SERVED_BY is ServedBy.ENGINE_PROCESS:
+        engine_python.choose(backend, on_cpu=on_cpu, asked=asked)
+        triton_package.find_installation()
+    else:
+        DockerExecutor("").require()
 
 
 def _require_not_served(targets: Sequence[Found], name: str, store: Store) -> None:

