@@ -47,7 +47,8 @@ class MeasuredRun:
     concurrency     clients that each send the next request when one is answered, or neither: all requests at once
     clients         how those are: `spread` over a request's time, as `trtpipe bench` spreads them, or `in_step`, as
                     load generators leave them that start all at once and ask for equal lengths
-    requests        number of requests; with `concurrency`, no more than it: one batch
+    requests        number of requests, which a table gives where all were sent at once; with `concurrency`, no more
+                    than it: one batch
     max_batch_size, max_num_tokens, kv_fraction  what the engine was served with; where left out, what `plan` takes
     """
 
@@ -80,7 +81,8 @@ class MeasuredRun:
 
 
 def read(file: Path) -> list[MeasuredRun]:
-    """Figures of a CSV file with the columns above, of which the first four are needed. Raises InputDataError."""
+    """Figures of a CSV file with the columns above, of which the first four are needed, and one that says when requests
+    were sent. Raises InputDataError."""
     fields = {field.name: field for field in dataclasses.fields(MeasuredRun)}
     try:
         with io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as stream:
@@ -124,6 +126,11 @@ def _figure(row: dict[str, Any], where: str, fields: dict[str, Any]) -> Measured
     missing = [name for name in ("gpu", "model", "input_tokens", "output_tokens") if name not in given]
     if missing:
         raise InputDataError(f"{where} has no {missing[0]}", remedy="fill the cell")
+    if not given.keys() & {"concurrency", "requests_per_s", "requests"}:
+        raise InputDataError(
+            f"{where} does not say when requests were sent",
+            remedy="give concurrency or requests_per_s, or requests where all were sent at once",
+        )
     if given.get("clients", "spread") not in CLIENTS:
         raise InputDataError(f"{where}: clients is '{given['clients'][:60]}'", remedy=f"give {' or '.join(CLIENTS)}")
     return MeasuredRun(**given)
@@ -203,12 +210,10 @@ def _simulated(figure: MeasuredRun, made: Option) -> Prediction:
         first, follow = closed_loop(_asked(figure, max(40, 4 * clients)), clients, front, in_step=in_step)
         timeline = simulate(first, made.places, made.seconds, follow=follow)
         return Prediction.of(timeline, None, front, clients, in_step=in_step)
+    asked = _asked(figure, figure.requests or AT_A_RATE)
     if figure.requests_per_s is not None:
-        asked = _asked(figure, figure.requests or AT_A_RATE)
         gaps = generator((SEED, 4)).exponential(1 / figure.requests_per_s, len(asked))
         asked = [one._replace(arrival=at) for one, at in zip(asked, np.cumsum(gaps).tolist(), strict=True)]
-    else:
-        asked = _asked(figure, figure.requests or 4 * made.limits.max_batch_size)
     return Prediction.whole(simulate(asked, made.places, made.seconds), front)
 
 

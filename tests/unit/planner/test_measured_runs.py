@@ -49,11 +49,11 @@ def test_a_table_is_read_and_runs_that_cannot_be_planned_say_why(tmp_path: Path)
 
 
 def test_lengths_that_are_all_equal_have_a_spread_of_0(tmp_path: Path) -> None:
-    head = HEAD.replace("concurrency", "length_spread")
-    rows = "h100,llama3.1-8b,fp8-kv,500,200,0,3000\nh100,llama3.1-8b,fp8-kv,500,200,1.2,3000\n"
+    head = HEAD.replace("dtype", "requests").replace("concurrency", "length_spread")
+    rows = "h100,llama3.1-8b,9,500,200,0,3000\nh100,llama3.1-8b,9,500,200,1.2,3000\n"
     assert [one.length_spread for one in read(table(tmp_path, head + rows))] == [0.0, 1.2]
     with pytest.raises(InputDataError, match="line 2: length_spread is -1"):
-        read(table(tmp_path, head + "h100,llama3.1-8b,fp8-kv,500,200,-1,3000\n"))
+        read(table(tmp_path, head + "h100,llama3.1-8b,9,500,200,-1,3000\n"))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_lengths_that_are_all_equal_have_a_spread_of_0(tmp_path: Path) -> None:
         (HEAD + "h100,llama3.1-8b,bf16,500,200,-1,3000\n", "line 2: concurrency is -1"),
         (HEAD + "h100,llama3.1-8b\n", "line 2 has not as many cells as the head"),
         (HEAD + ",llama3.1-8b,bf16,500,200,1,3000\n", "line 2 has no gpu"),
+        (HEAD + "h100,llama3.1-8b,bf16,500,200,,3000\n", "line 2 does not say when requests were sent; give conc"),
         (HEAD.replace("dtype", "clients") + "h100,llama3.1-8b,apart,5,2,1,3\n", "'apart'; give spread or in_step"),
         ("", "has no column gpu"),
     ],
