@@ -54,12 +54,12 @@ class Mapping:
                 remedy="pass --tp and --pp as positive numbers",
             )
         if self.moe_ep_size < 1 or self.tp_size % self.moe_ep_size:
+            ep, fitting = self.moe_ep_size, ", ".join(map(str, divisors(self.tp_size)))
             raise UsageError(
-                f"moe_ep_size {self.moe_ep_size} does not divide tp_size {self.tp_size}",
+                f"moe_ep_size {ep} does not divide tp_size {self.tp_size}",
                 why="the tensor-parallel ranks share the experts",
-                remedy=f"--moe-ep values that divide --tp {self.tp_size}: "
-                + ", ".join(map(str, divisors(self.tp_size)))
-                + (f"; or give a multiple of {self.moe_ep_size} as --tp" if self.moe_ep_size > 1 else ""),
+                remedy=f"--moe-ep values that divide --tp {self.tp_size}: {fitting}"
+                + (f"; or, if {ep} divides the number of experts, give a multiple of {ep} as --tp" if ep > 1 else ""),
             )
 
     @classmethod

@@ -16,6 +16,7 @@ from trtpipe.engines.backends.base import Target, settings_of
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.build_config import LORA as LORA_SETTINGS
 from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.split import check_expert_groups
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.hf.adapter import Adapter, read_adapter, require_rank
 from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
@@ -104,6 +105,7 @@ def resolve(
             remedy="leave it out, and set sizes by --set build.max_batch_size=8 and the like",
         )  # fmt: skip
     if shape is not None:
+        check_expert_groups(shape, read_count(chosen, "moe_ep"))
         # Given values take precedence over planned ones.
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization, runtime) | chosen

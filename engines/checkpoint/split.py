@@ -39,8 +39,7 @@ def check_mapping(
             why=f"{NVFP4_VECTOR} numbers of a head share a scale",
             remedy="use --kv-cache fp8 or none",
         )
-    if fault := _expert_fault(model, mapping):
-        raise UsageError(fault[0], remedy=fault[1])
+    check_expert_groups(model, mapping.moe_ep_size)
     if obstacle := _tp_obstacle(model, mapping, quantization):
         raise UsageError(obstacle, remedy=_remedy(model, mapping, quantization, stored))
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
@@ -53,6 +52,25 @@ def check_mapping(
         raise UsageError(
             f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
             remedy=f"use at most --pp {model.num_hidden_layers}",
+        )
+
+
+def check_expert_groups(model: Geometry, moe_ep: int) -> None:
+    """Raises UsageError for a number of expert-parallel groups that the model cannot be split into. To be asked before
+    a `Mapping` is made, which judges --tp and does not know the experts."""
+    experts = model.experts
+    if moe_ep <= 1:
+        return
+    if experts is None:
+        raise UsageError(
+            f"moe_ep_size {moe_ep} is for a model with experts, and this one has none",
+            remedy="leave --moe-ep and --moe-tp out",
+        )
+    if experts.count % moe_ep:
+        fitting = ", ".join(map(str, divisors(experts.count)))
+        raise UsageError(
+            f"moe_ep_size {moe_ep} does not divide the {experts.count} experts",
+            remedy=f"--moe-ep values that fit: {fitting}; --tp is a multiple of it",
         )
 
 
@@ -122,19 +140,6 @@ def _remedy(model: Geometry, mapping: Mapping, quantization: Quantization, store
     # FP8 with a scale a tensor has no obstacle that unquantized weights do not have.
     sizes = fitting(UNQUANTIZED)
     return f"with a precision without groups, blocks or tiles, such as fp8 or bf16, tp sizes that fit: {sizes}"
-
-
-def _expert_fault(model: Geometry, mapping: Mapping) -> tuple[str, str] | None:
-    """(what, remedy) for a number of expert-parallel groups that the model cannot be split into."""
-    ep, experts = mapping.moe_ep_size, model.experts
-    if ep == 1:
-        return None
-    if experts is None:
-        return f"moe_ep_size {ep} is for a model with experts, and this one has none", "leave --moe-ep and --moe-tp out"
-    if experts.count % ep:
-        remedy = f"--moe-ep values that fit: {', '.join(map(str, divisors(experts.count)))}; --tp is a multiple of it"
-        return f"moe_ep_size {ep} does not divide the {experts.count} experts", remedy
-    return None
 
 
 def _mlp(model: Geometry, mapping: Mapping) -> tuple[str, int, int]:

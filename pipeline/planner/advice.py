@@ -13,6 +13,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.split import check_expert_groups
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.stored import Stored
@@ -304,6 +305,7 @@ def _candidate(
     """ranks: tp, moe_tp and moe_ep; None for what is not given."""
     gpu, (tp, moe_tp, moe_ep) = target.gpu, ranks
     try:
+        check_expert_groups(question.shape, moe_ep or 1)
         mapping = Mapping.of(tp, 1, moe_tp, moe_ep)
         if mapping.moe_ep_size > 1:
             load_backend(question.runtime).resolve(BuildConfig(), replace(target, mapping=mapping))

@@ -44,13 +44,13 @@ def refused(model: str, *assignments: str, **options: Any) -> str:
 
 def planned(
     model: str, gpu: str, dtype: str, tp: int = 1, load: str | None = None, runtime: str = "tensorrt_llm",
-    group_size: int | None = None,
+    group_size: int | None = None, moe_ep: int | None = None,
 ) -> str:  # fmt: skip
     """What `trtpipe plan` says of one option that cannot serve."""
     work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
     asked = Question(
         model=model, shape=find_shape(model)[1], gpus=(find_gpu(gpu),), demand=Demand(work), dtypes=(dtype,), tps=(tp,),
-        runtime=runtime, group_size=group_size,
+        runtime=runtime, group_size=group_size, moe_eps=() if moe_ep is None else (moe_ep,),
     )  # fmt: skip
     asked = dataclasses.replace(asked, stored=find_model(model, source=None, revision=None).stored)
     try:
@@ -206,10 +206,10 @@ def test_groups_of_experts_are_planned_as_they_are_built() -> None:
     assert (spec.mapping.tp_size, spec.mapping.moe_ep_size) == (4, 4)
     assert made("mixtral-8x7b", moe_ep=4).mapping == Mapping(tp_size=4, moe_ep_size=4)
     assert made("mixtral-8x7b", moe_tp=4).mapping == Mapping(tp_size=4)
-    # No --tp is given: that of the groups, so that the experts are what the refusal names.
-    assert refused("mixtral-8x7b", moe_ep=3) == (
-        "moe_ep_size 3 does not divide the 8 experts; --moe-ep values that fit: 1, 2, 4, 8; --tp is a multiple of it"
-    )
+    # Whatever --tp is given: no multiple of 3 would do.
+    told = "moe_ep_size 3 does not divide the 8 experts; --moe-ep values that fit: 1, 2, 4, 8; --tp is a multiple of it"
+    assert refused("mixtral-8x7b", moe_ep=3) == refused("mixtral-8x7b", tp=4, moe_ep=3) == told
+    assert planned("mixtral-8x7b", "h100", "bf16", moe_ep=3) == told
     assert "mixtral-8x22b on l4 does not fit: " in refused("mixtral-8x22b", gpu="l4", moe_ep=2)
     assert refused("llama3-8b", moe_tp=4).startswith("moe_tp_size 4 does not make tp_size 1")
 

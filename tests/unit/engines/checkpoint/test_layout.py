@@ -282,7 +282,7 @@ def test_sizes_of_experts_parallelism(asked: tuple[int, int | None, int | None],
         (
             (4, None, 3),
             "moe_ep_size 3 does not divide tp_size 4: the tensor-parallel ranks share the experts; --moe-ep values "
-            "that divide --tp 4: 1, 2, 4; or give a multiple of 3 as --tp",
+            "that divide --tp 4: 1, 2, 4; or, if 3 divides the number of experts, give a multiple of 3 as --tp",
         ),
         ((4, 0, None), "moe_tp_size 0 does not make tp_size 4"),
     ],
