@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
 from trtpipe.engines.build_config import LORA, SPECULATIVE, BuildConfig, changed
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
@@ -260,6 +260,20 @@ def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
     read = [form for form, method in METHODS.items() if algo in backend.READS.get(method, ())]
     forms = read if backend.FORM == "hf" else [backend.FORM]
     return next((form for form in forms if form in algo.row.formats), None)
+
+
+def require_nodes(
+    runtime: str, ranks: int, nodes: int, kind: type[TrtpipeError] = UsageError, more: str = ""
+) -> None:  # fmt: skip
+    """Raises `kind` where the ranks of an engine of `runtime` cannot be on as many nodes; `more` ends its remedy."""
+    if nodes == 1 or not load_backend(runtime).ONE_NODE:
+        return
+    others = [name for name in BACKENDS if not (load_backend(name).ONE_NODE or load_backend(name).ANYWHERE)]
+    raise kind(
+        f"a {runtime} engine of {ranks} ranks needs {nodes} nodes",
+        why=load_backend(runtime).ONE_NODE,
+        remedy=f"build with --runtime {' or '.join(others)}, or with fewer ranks{more}",
+    )
 
 
 def longest_sequence(model: ModelConfig, runtime: str) -> int:

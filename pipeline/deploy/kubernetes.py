@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.backends.base import require_nodes
 from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
@@ -66,7 +67,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig, repository: Pat
     _require_gpu(passport, gpu, config)
     # On the CPU one process holds all ranks, and there are no GPUs to count.
     placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
-    launch.require_runtime(passport, placement)
+    require_nodes(passport.runtime, passport.world_size, placement.pods, ArtefactRefused)
     image = config.image or (None if launch.own_image(passport) else passport.image)
     if image is None:
         ours = launch.own_image(passport)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
@@ -38,17 +37,6 @@ PRE_STOP_SECONDS = LINGER_SECONDS + 5 + MARGIN_SECONDS
 def own_image(passport: Passport) -> bool:
     """Whether the engine needs our image, since NVIDIA's lacks its runtime. `trtpipe serve` knows the paths in ours."""
     return load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
-
-
-def require_runtime(passport: Passport, placement: Placement) -> None:
-    """Raises ArtefactRefused for a runtime that cannot be on as many nodes."""
-    backend = load_backend(passport.runtime)
-    if placement.pods > 1 and backend.ONE_NODE:
-        raise ArtefactRefused(
-            f"a {passport.runtime} engine of {passport.world_size} ranks needs {placement.pods} nodes",
-            why=backend.ONE_NODE,
-            remedy="build with --runtime tensorrt_llm, or with fewer ranks",
-        )
 
 
 def server_words(passport: Passport, config: DeployConfig, placement: Placement) -> list[str]:

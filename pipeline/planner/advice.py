@@ -24,7 +24,7 @@ from trtpipe.pipeline.bench.load.loads import MOST_RATE
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
-from trtpipe.pipeline.planner.judgement import require_length, require_rotary
+from trtpipe.pipeline.planner.judgement import require_hosts, require_length, require_rotary
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.precision import planned_precision
@@ -307,6 +307,7 @@ def _candidate(
     try:
         check_expert_groups(question.shape, moe_ep or 1)
         mapping = Mapping.of(tp, 1, moe_tp, moe_ep)
+        require_hosts(question.runtime, tp, gpu)
         if mapping.moe_ep_size > 1:
             load_backend(question.runtime).resolve(BuildConfig(), replace(target, mapping=mapping))
         option = Option.make(question.shape, gpu, precision, mapping, lengths, how, adapters=question.adapters)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.backends.base import Target, longest_sequence
+from trtpipe.engines.backends.base import Target, longest_sequence, require_nodes
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.gpu import HOST_GPUS
+from trtpipe.engines.gpu import HOST_GPUS, GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.trtllm_options import check_architecture
 from trtpipe.pipeline.planner.efficiency import load_efficiency
@@ -47,6 +47,14 @@ def require_rotary(model: ModelConfig, name: str, runtime: str) -> None:
     )
 
 
+def require_hosts(runtime: str, ranks: int, gpu: GpuSpec) -> None:
+    """Raises UsageError for ranks that cannot be on as many hosts of `gpu`, or on as many MIG slices."""
+    gpu.require_ranks(ranks)
+    if not gpu.is_cpu:
+        nodes = -(-ranks // gpu.ranks_of_host)
+        require_nodes(runtime, ranks, nodes, more=f", or write host_gpus into gpus/{gpu.name}.yaml of TRTPIPE_HOME")
+
+
 def judge(
     model: ModelConfig, name: str, target: Target, dtype: DataType, build: BuildConfig, serving: ServingConfig, *,
     runtime: str, form: str,
@@ -56,7 +64,7 @@ def judge(
     sequence of `build.max_seq_len` tokens, unless `runtime` needs none."""
     backend = load_backend(runtime)
     check_architecture(build, model.architecture)
-    target.gpu.require_ranks(target.mapping.world_size)
+    require_hosts(runtime, target.mapping.world_size, target.gpu)
     require_rotary(model, name, runtime)
     check_expert_format(model, target.quantization, form, target.stored, on_cpu=target.gpu.is_cpu)
     if model.experts is not None and target.gpu.is_cpu and form != "trtllm" and target.quantization.quant_algo:
@@ -87,6 +95,8 @@ def judge(
             moe_ep=mapping.moe_ep_size if mapping.moe_ep_size > 1 else None,
         )  # fmt: skip
         fewest, wider, joined = smallest(pp=mapping.pp_size), "use ", ""
+        if fewest is not None and backend.ONE_NODE and fewest * mapping.pp_size > target.gpu.ranks_of_host:
+            fewest = None
         if fewest is not None and fewest > mapping.tp_size:
             wider = f"use --tp {fewest} or more, or "
         elif fewest is None and mapping.pp_size == 1 and not target.gpu.mig and not backend.ONE_NODE:

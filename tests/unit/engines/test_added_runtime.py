@@ -13,11 +13,10 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import build, plan
 from trtpipe import engines
 from trtpipe.engines.backends import reference
-from trtpipe.engines.backends.base import ServedBy
+from trtpipe.engines.backends.base import ServedBy, require_nodes
 from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.deploy import launch
-from trtpipe.pipeline.deploy.placement import Placement
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.serving.repositories import choose_server
 from trtpipe.pipeline.serving.triton_package import Installation, prepare_backends
@@ -51,8 +50,8 @@ def test_an_engine_of_it_is_built_packaged_and_checked(echo: ModuleType, in_fold
     assert check_repository(run.path / "repository") == []
     assert choose_server("auto", passport) == "local"
     assert launch.own_image(passport)
-    with pytest.raises(ArtefactRefused, match="echoes do not carry"):
-        launch.require_runtime(passport, Placement(2, 1))
+    with pytest.raises(UsageError, match="echoes do not carry"):
+        require_nodes("echo", 2, 2)
 
 
 def test_its_module_says_what_it_cannot_do(echo: ModuleType, in_folder: Path) -> None:

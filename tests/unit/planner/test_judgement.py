@@ -24,6 +24,7 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.layers import set_layer
 from trtpipe.pipeline.planner.advice import Question, advise
 from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.judgement import require_hosts
 from trtpipe.pipeline.planner.precision import planned_precision
 from trtpipe.pipeline.resolve import resolve
 from trtpipe.pipeline.spec import BuildSpec
@@ -231,6 +232,23 @@ def test_a_host_of_fewer_gpus_may_be_written() -> None:
     others = "a smaller --dtype or a larger GPU, or write host_gpus into gpus/gh200.yaml of TRTPIPE_HOME"
     assert refused("llama3.1-70b", gpu="gh200").endswith(f"; use --tp 1 --pp 2 on two hosts, or {others}")
     assert refused("llama3.1-70b", gpu="gh200", runtime="vllm").endswith(f"; use {others}")
+
+
+def test_ranks_of_vllm_are_on_one_host_as_deploy_has_them() -> None:
+    told = (
+        "a vllm engine of 16 ranks needs 2 nodes: on several, vLLM wants a Ray cluster, which is not written here; "
+        "build with --runtime tensorrt_llm or trtllm_pytorch, or with fewer ranks, or write host_gpus into "
+        "gpus/h100.yaml of TRTPIPE_HOME"
+    )
+    assert refused("llama3.1-405b", runtime="vllm", tp=8, pp=2) == told
+    assert refused("llama3.1-405b", runtime="vllm", tp=16) == told
+    assert planned("llama3.1-405b", "h100", "bf16", tp=16, runtime="vllm") == told
+    # Nor is a mapping advised that would be refused.
+    assert refused("llama3.1-405b", runtime="vllm", pp=2).endswith("; use a smaller --dtype or a larger GPU")
+    assert made("llama3.1-405b", runtime="trtllm_pytorch", tp=8, pp=2).mapping.world_size == 16
+    assert refused("llama3-8b", gpu="gh200", runtime="vllm", tp=2).startswith("a vllm engine of 2 ranks needs 2 nodes:")
+    assert made("llama3-8b", gpu="gh200-144gb", runtime="vllm", tp=2).mapping.tp_size == 2
+    require_hosts("vllm", 16, dataclasses.replace(find_gpu("h100"), host_gpus=16))
 
 
 def test_a_slice_that_is_too_small_is_told_as_one() -> None:
