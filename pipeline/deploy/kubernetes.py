@@ -67,7 +67,9 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig, repository: Pat
     _require_gpu(passport, gpu, config)
     # On the CPU one process holds all ranks, and there are no GPUs to count.
     placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
-    require_nodes(passport.runtime, passport.world_size, placement.pods, ArtefactRefused)
+    ranks = passport.world_size
+    larger = f", or give --set gpus_per_node={ranks} where a node has as many"
+    require_nodes(passport.runtime, ranks, placement.pods, ArtefactRefused, more=larger)
     image = config.image or (None if launch.own_image(passport) else passport.image)
     if image is None:
         ours = launch.own_image(passport)
