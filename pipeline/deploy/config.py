@@ -149,6 +149,10 @@ class DeployConfig:
                 raise UsageError(
                     f"'{taint}' is not a taint", remedy="write it as key=value:NoSchedule, as `kubectl taint` does"
                 )
+        if self.gateway_image is not None and not self.openai:
+            raise UsageError(
+                "--gateway-image is given, and there is no gateway", remedy="leave out --gateway-image or --no-openai"
+            )
         if self.otlp_endpoint is not None:
             if not self.openai:
                 raise UsageError(

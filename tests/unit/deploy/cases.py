@@ -54,7 +54,10 @@ CASES = {
     "wide": Case(engine(16), settings={"pvc": "models", "replicas_min": 2, "surge": False, "replicas_max": 2}),
     "fixed": Case(
         engine(),
-        settings={"pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False, "openai": False},
+        settings={
+            "pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False, "openai": False,
+            "gateway_image": None,
+        },
     ),
     "dressed": Case(
         engine(4),
