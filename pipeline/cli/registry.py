@@ -132,6 +132,9 @@ def search(
       trtpipe search oci://registry.example/team/models --gpu h100
     """
 
+    from trtpipe.engines.errors import nearest
+    from trtpipe.engines.precision import FLOAT_NAMES
+    from trtpipe.engines.quantization import QuantAlgo
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
@@ -145,7 +148,11 @@ def search(
     if not found:
         there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
         named = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
-        console.result(f"{url} has no such target; it has: {named}" if there else f"{url} has no targets")
+        told = f"{url} has no such target; it has: {named}" if there else f"{url} has no targets"
+        known = [*FLOAT_NAMES, *(algo.value for algo in QuantAlgo)]
+        if dtype and not any(dtype.lower() in name.lower() for name in known) and (near := nearest(dtype, known)):
+            told += f"; did you mean --dtype {' or '.join(near)}?"
+        console.result(told)
         return
     console.table(
         ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
@@ -229,9 +236,10 @@ def verify_provenance(
             raise UsageError(f"no statement has come with {target}", remedy="give the signed one with --statement")
     found = verify(run, own_store(), None if told is None else read_statement(told, keys))
     if as_json:
-        console.result_json({"verified": found.lines, "elsewhere": found.elsewhere})
+        console.result_json({"verified": found.lines, "elsewhere": found.elsewhere, "signature_verified": bool(keys)})
         return
-    console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
+    signed = f"; {told} is signed with {' or '.join(map(str, keys))}" if keys else ""
+    console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together{signed}")
     if found.elsewhere and not keys:
         who = "whoever pushed them" if told is None else f"{told} alone"
         console.result(f"not here, and told by {who}: {', '.join(found.elsewhere)}; a signed statement proves them")

@@ -57,6 +57,9 @@ def test_a_target_goes_to_a_folder_and_comes_back(
         "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"
     )
     assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
+    for dtype, near in (("fp33", "; did you mean --dtype fp32?\n"), ("fp8", "\n")):
+        done = run("search", shelf, "--dtype", dtype)
+        assert done.out == f"{shelf} has no such target; it has: tiny.cpu.bf16{near}"
 
     for name in ("tiny.cpu.bf16", "runs/tiny.cpu.bf16"):
         assert f"note: the engine was imported from {shelf}, not built here\n" in run("passport", name).out
@@ -91,7 +94,11 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     shutil.rmtree("runs")
     run("pull", "tiny.cpu.bf16", shelf, "--trust-key", str(public))
     done = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
-    assert done.out.endswith("the digests of 5 artefacts hold together\n")
+    came = Path("runs") / "tiny.cpu.bf16" / "provenance.json"
+    assert done.out.endswith(f"the digests of 5 artefacts hold together; {came} is signed with {public}\n")
+    for words, signed in (((), False), (("--trust-key", str(public)), True)):
+        found = json.loads(run("verify-provenance", "tiny.cpu.bf16", *words, "--json").out)
+        assert found["signature_verified"] is signed
     (Path("runs") / "tiny.cpu.bf16" / "provenance.json").unlink()
     refused = run("verify-provenance", "tiny.cpu.bf16", "--trust-key", str(public))
     assert refused.error() == "no statement has come with tiny.cpu.bf16; give the signed one with --statement"
