@@ -73,6 +73,9 @@ def tune(
                      "" if tokens is None else f"{tokens:.4g}"))  # fmt: skip
     figures = ("round", study.unit, "tokens/s")
     console.table(("settings", *figures), rows, numeric=figures)
+    for candidate in study.candidates():
+        if told := best_run(study.of(candidate)).told:
+            console.note(f"{candidate.name}: {told}")
     for why in dict.fromkeys(study.left.values()):
         console.note(f"not measured: {'; '.join(name for name, its in study.left.items() if its == why)}: {why}")
     console.result(study.said(), *(f"{name}: {study.folder / name}" for name in (JSON_NAME, HTML_NAME)))

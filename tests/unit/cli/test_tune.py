@@ -24,8 +24,8 @@ def study(monkeypatch: pytest.MonkeyPatch, folder: Path, *runs: Run, **fields: A
     monkeypatch.setattr(module, "tune", lambda *arguments, **named: found)
 
 
-def measured(candidate: Candidate, rate: float | None) -> Run:
-    return Run(candidate=candidate, round=0, repeat=0, seconds=60.0, rate=rate)
+def measured(candidate: Candidate, rate: float | None, told: str = "") -> Run:
+    return Run(candidate=candidate, round=0, repeat=0, seconds=60.0, rate=rate, told=told)
 
 
 def test_without_a_measured_change_it_says_so_with_what_helps_and_fails(
@@ -80,3 +80,10 @@ def test_the_table_names_what_its_rates_count(run: Command, monkeypatch: pytest.
         study(monkeypatch, tmp_path, measured(AS_IT_IS, 14.0), question={"work": {"sessions": sessions}})
         head = next(line for line in run(*ASKED).out.splitlines() if line.startswith("settings"))
         assert head.split() == ["settings", "round", unit, "tokens/s"]
+
+
+def test_it_says_which_rates_are_less_precise_than_asked_for(
+    run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study(monkeypatch, tmp_path, measured(AS_IT_IS, 14.0), measured(BATCH, 16.0, "the client was the limit at 20"))
+    assert run(*ASKED).err == "build.max_batch_size=32: the client was the limit at 20\n"
