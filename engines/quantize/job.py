@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.split import check_expert_format, check_mapping, check_stages
-from trtpipe.engines.errors import HostError, UsageError, suggestion
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.precision import QuantRecipe
@@ -38,8 +39,21 @@ class Layout:
     toolchain: str | None = None
 
 
-def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
+def check(
+    source: Path, recipe: QuantRecipe, layout: Layout, *, device: str = "auto", scales: Path | None = None
+) -> None:
     """Raises UsageError or InputDataError for an impossible request, before a process is started."""
+    if device not in DEVICES:
+        raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
+    if scales is not None:
+        if not scales.is_file():
+            raise UsageError(f"{scales} is not a file of scales", remedy="make one with --save-scales")
+        try:
+            read_header(scales)
+        except InputDataError as error:
+            raise InputDataError(
+                f"{scales} cannot be read as scales", why=error.why, remedy="make them again with --save-scales"
+            ) from None
     model = read_model_config(source)
     if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
         raise UsageError("nothing is to be quantized", remedy="use `trtpipe convert`, or ask for a KV cache type")
@@ -105,11 +119,7 @@ def quantize(
 
     Raises UsageError, InputDataError naming layer or sample, HostError without ModelOpt or memory.
     """
-    check(source, recipe, layout)
-    if device not in DEVICES:
-        raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
-    if scales is not None and not scales.is_file():
-        raise UsageError(f"{scales} is not a file of scales", remedy="make one with --save-scales")
+    check(source, recipe, layout, device=device, scales=scales)
     if save_scales is not None and not save_scales.parent.is_dir():
         raise UsageError(f"{save_scales} cannot be written", why=f"{save_scales.parent} is not a folder")
     quantization = recipe.quantization

@@ -168,7 +168,7 @@ def quantize(
     wanted = _float(dtype, f"give --quant {dtype}")
     release = _release(toolchain) if form == "trtllm" else facts.find_toolchain(toolchain).name
     layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
-    job.check(hf_dir, recipe, layout)
+    job.check(hf_dir, recipe, layout, device=device, scales=scales)
     if save_scales is not None:
         require_place(save_scales)
     rows, unread = None, []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.factories import hf_folder
+from tests.support.factories import hf_folder, write_safetensors
 from tests.unit.cli.conftest import Run, fill_the_disk
 from tests.unit.cli.damages import DAMAGES, missing_tensor
 from trtpipe.engines.accuracy.job import Alone
@@ -42,6 +42,10 @@ from trtpipe.pipeline.sources import calibration, hub
         (
             ["quantize", "MODEL", "out", "--quant", "int8-qs"],
             "unknown quantization 'int8-qs' in --quant; did you mean 'int8-sq'?",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "absent", "--device", "tpu"],
+            "unknown device 'tpu'; known: auto, cpu, cuda",
         ),
         (
             ["verify", "MODEL", "MODEL", "--tasks", "task.yaml"],
@@ -312,7 +316,7 @@ def test_the_log_of_a_failure_stays_and_no_other(
 
     monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", quantize)
     scales = tmp_path / "scales.safetensors"
-    scales.touch()
+    write_safetensors(scales, {}, "BF16")
     done = run("quantize", model, "out", "--quant", "fp8", "--scales", scales)
     assert done.status == 5 * fails, done.err
     logs = list((tmp_path / "home" / "logs").iterdir())

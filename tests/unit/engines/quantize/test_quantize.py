@@ -319,6 +319,14 @@ def test_places_are_checked_before_the_work(llama: Path, tmp_path: Path) -> None
     assert refused(device="cude") == "unknown device 'cude'; did you mean 'cuda'?"
 
 
+def test_a_device_and_a_file_of_scales_are_checked_before_a_process_starts(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown device 'tpu'; known: auto, cpu, cuda"):
+        job.check(llama, RECIPES["fp8"], job.Layout(), device="tpu")
+    (tmp_path / "s").write_bytes(b"no scales")
+    with pytest.raises(InputDataError, match=r"s cannot be read as scales: .*; make them again with --save-scales"):
+        job.check(llama, RECIPES["fp8"], job.Layout(), scales=tmp_path / "s")
+
+
 # What bad input gets
 
 
