@@ -15,9 +15,9 @@ from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, rank_file, rank_layout
 from trtpipe.engines.errors import InputDataError, TrtpipeError
 from trtpipe.engines.hf.folder import (
-    INDEX_NAME,
     LocatedTensor,
     check_tied_head,
+    index_of,
     locate_tensors,
     read_config_json,
     read_model_config,
@@ -94,7 +94,9 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
     method = raw.get("quantization_config")
     quantization = method if isinstance(method, dict) else {}
     notes: tuple[str, ...] = ()
+    index = None
     try:
+        index = index_of(folder)
         located = locate_tensors(folder)
         tensors = list(located.values())
     except TrtpipeError as error:
@@ -118,7 +120,7 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
         kind="huggingface",
         architecture=str(names[0] if isinstance(names, list) and names else None),
         dtype=raw.get("torch_dtype", raw.get("dtype")),
-        mapping={"shards": len({tensor.path for tensor in tensors}), "index": (folder / INDEX_NAME).is_file()},
+        mapping={"shards": len({tensor.path for tensor in tensors}), "index": index is not None},
         quantization=quantization,
         tensors=tuple(map(_info, tensors)),
         problems=tuple(dict.fromkeys(problems)),

@@ -331,3 +331,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, config: object, tellin
         inspect(tmp_path)
     with pytest.raises(InputDataError, match="there is no such folder"):
         inspect(tmp_path / "none")
+
+
+def test_an_index_that_is_not_read_is_not_told(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", shards=2)
+    assert inspect(folder).mapping == {"shards": 2, "index": True}
+    hf_folder(folder)
+    assert inspect(folder).mapping == {"shards": 1, "index": False}
