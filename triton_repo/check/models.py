@@ -70,8 +70,10 @@ class Model:
         platform, named = self.config.platform, self.config.default_model_filename
         if platform or named:
             return PLATFORMS.get(platform) or FILES.get(named, "")
-        there = {path.name for path in self.folder.glob("*/model.*") if path.parent.name.isdigit()}
-        return next((backend for name, backend in FILES.items() if name in there), "")
+        # Triton looks into the first folder alone, and then takes what follows the first dot of the model's name.
+        first = min((path for path in self.folder.glob("*") if path.is_dir()), default=None)
+        there = {path.name for path in first.glob("*")} if first is not None else set()
+        return next((backend for name, backend in FILES.items() if name in there), self.name.partition(".")[2])
 
     @property
     def batch(self) -> int:
@@ -268,7 +270,8 @@ def _chosen(model: Model, existing: list[int], report: Report) -> tuple[int, ...
 def _check_backend(model: Model, report: Report) -> None:
     config = model.config
     assert config is not None
-    where = model.at_field("backend") if config.backend else model.at_field("platform")
+    field = "backend" if config.backend else "platform" if config.platform or model.role == "ensemble" else ""
+    where = model.at_field(field) if field else model.path
     if model.role == "ensemble":
         if config.platform != "ensemble" or config.backend:
             report.error(
@@ -288,20 +291,23 @@ def _check_backend(model: Model, report: Report) -> None:
             why="Triton looks for a backend of that name",
             remedy=f"fill in {ENGINE_BACKEND}, or python",
         )
-    elif not name:
+    elif not name or (model.role and not config.backend and name not in BACKENDS):
         report.error(
             "backend",
-            where if config.platform else model.path,
+            where,
             f"names the platform '{config.platform}' and no backend" if config.platform else "names no backend",
             remedy=f'write backend: "{ENGINE_BACKEND}"' if model.role == "engine" else 'write backend: "python"',
         )
     elif name not in BACKENDS:
         near = nearest(name, BACKENDS, 0.7) or {"trtllm": ENGINE_BACKEND}.get(name)
+        what = f"names the backend '{name}'"
+        if not config.backend:
+            what = f"names no backend, and Triton takes '{name}' from the model's name"
         why = "Triton finds no backend of that name"
         if near:
-            report.error("backend", where, f"names the backend '{name}'", why, did_you_mean(near))
+            report.error("backend", where, what, why, did_you_mean(near))
         else:
-            report.warning("backend", where, f"names the backend '{name}'", "none of that name comes with Triton")
+            report.warning("backend", where, what, "none of that name comes with Triton")
     elif model.role == "engine" and name not in (ENGINE_BACKEND, "python"):
         report.error(
             "backend",

@@ -119,6 +119,12 @@ WRONG: list[tuple[Any, ...]] = [
     ("platform", edit("preprocessing", 'backend: "python"', 'platform: "python"'), "backend"),
     ("wrong backend", edit("tensorrt_llm", 'backend: "tensorrtllm"', 'backend: "vllm"'), "backend"),
     ("own backend", edit("preprocessing", 'backend: "python"', 'backend: "ours"'), "backend", WARNING),
+    ("own backend of its name", model_of("x.ours", "", "1/any"), "backend", WARNING),
+    ("misspelt backend of its name", model_of("x.onnxruntim", "", "1/any"), "backend"),
+    ("no backend for the first version", both(write("x/1/any", ""), model_of("x", "", "2/model.py")), "backend"),
+    ("no backend beside a name with dots", both(move("postprocessing", "a.b"), lambda repository: repository.edit(
+        "a.b", 'name: "postprocessing"\n', ""), lambda repository: repository.edit("a.b", 'backend: "python"\n', ""),
+        remove("a.b/1/model.py"), edit("ensemble", 'model_name: "postprocessing"', 'model_name: "a.b"')), "backend"),
     ("ensemble's backend", edit("ensemble", 'platform: "ensemble"', 'backend: "python"'), "backend"),
     # Triton's core.
     ("preferred", edit("tensorrt_llm", "preferred_batch_size: [ 8 ]", "preferred_batch_size: [ 16 ]"), "batch-size"),
@@ -514,6 +520,7 @@ HARMLESS: list[tuple[str, Change]] = [
     ("no backend", edit("postprocessing", 'backend: "python"\n', "")),
     ("platforms", both(*(model_of(platform, f'platform: "{platform}"', "1/any") for platform in PLATFORMS))),
     ("files", both(*(model_of(name.replace(".", "_"), "", f"1/{name}") for name in MODEL_FILES if name != "model.py"))),
+    ("backend of its name", both(model_of("x.identity", "", "1/any"), model_of("y.onnxruntime", "", "1/model.py"))),
     ("named file", model_of("named", 'default_model_filename: "model.onnx"', "1/model.onnx")),
     ("no name", edit("postprocessing", 'name: "postprocessing"\n', "")),
     ("two versions", write("postprocessing/2/model.py", SCRIPT)),
