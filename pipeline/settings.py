@@ -9,7 +9,7 @@ from trtpipe.configs import read
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.adapters import check_name
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.pipeline.layers import LORA, error_of
 
@@ -102,11 +102,15 @@ def read_group(
     prefix = group + "."
     data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
     labels = list(dict.fromkeys(label for name, (_, label) in given.items() if name.startswith(prefix)))
-    for label in labels if len(labels) > 1 else []:  # a value that is wrong by itself is a mistake of its layer alone
-        own = {
-            name[len(prefix) :]: value
-            for name, (value, one) in given.items()
-            if one == label and name.startswith(prefix)
-        }
-        read.build(cls, own, f"{label}: {group}", error_of(label))
-    return read.build(cls, data, f"{' and '.join(labels)}: {group}", error_of(*labels))
+    everyone = " and ".join(labels)
+    try:
+        return read.build(cls, data, f"{everyone}: {group}", error_of(*labels))
+    except TrtpipeError as error:
+        for label in labels:  # a value that is wrong by itself is a mistake of its layer alone
+            own = {n[len(prefix) :]: v for n, (v, one) in given.items() if one == label and n.startswith(prefix)}
+            try:
+                read.build(cls, own, f"{label}: {group}", error_of(label))
+            except TrtpipeError as alone:
+                if str(alone).removeprefix(label) == str(error).removeprefix(everyone):
+                    raise alone from None
+        raise

@@ -67,6 +67,18 @@ def test_a_later_layer_wins_and_every_value_says_where_it_is_from() -> None:
     assert made["tp"] == (1, "default")
 
 
+def test_settings_are_judged_together_whatever_layer_they_are_of() -> None:
+    sizes = {"max_batch_size": 4, "max_input_len": 1024, "max_seq_len": 8192, "max_num_tokens": 8192}
+    made = sources(plan("build.max_input_len=4000", "build.max_batch_size=4096", recipe={"build": sizes}))
+    assert (made["build.max_input_len"], made["build.max_batch_size"]) == ((4000, "--set"), (4096, "--set"))
+    with pytest.raises(UsageError, match=r"max_input_len 9000 leaves no room .* build.max_seq_len 8192"):
+        plan("build.max_input_len=9000", recipe={"build": sizes})
+    draft = {"speculative_decoding_mode": "ngram", "max_draft_len": 4}
+    assert sources(plan("build.max_draft_len=5", recipe={"build": draft}))["build.max_draft_len"] == (5, "--set")
+    with pytest.raises(ConfigError, match=r"^recipe r\.yaml: build: max_seq_len: Input should be a valid integer"):
+        plan("build.max_batch_size=8", recipe={"build": {"max_seq_len": "long"}})
+
+
 LAYERS = ("recipe r.yaml", "option", "--set")
 
 
