@@ -17,6 +17,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Job, Stage, stages_of
+from trtpipe.pipeline.stages.adapters import ADAPTERS
 from trtpipe.pipeline.store.manifest import Record, differences
 from trtpipe.pipeline.store.store import Artefact, Store
 
@@ -112,15 +113,19 @@ def execute(
     for stage in stages:
         inputs = {name: made[name] for name in stage.inputs(spec)}
         result = perform(stage, spec, inputs, run.last(stage.name))
+        if stage.makes == "model":
+            model = read_model_config(result.artefact.path, quantized=True)
+            spec.judge(model)
+            digest = {"model": result.artefact.manifest.content}
+            if ADAPTERS in stages and store.find(wanted_record(ADAPTERS, spec, digest, store)) is None:
+                spec.check_adapters(model)
         if not results:
-            run.start(spec, store)  # not before: a build that is refused leaves no target
+            run.start(spec, store)  # not before: a build that is refused leaves no target, or the one that was there
         while not run.update(stage, result.artefact, store):
             result = perform(stage, spec, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
         reporter.finished(result)
-        if stage.makes == "model":
-            spec.judge(read_model_config(result.artefact.path, quantized=True))
     return list(results.values())
 
 

@@ -13,6 +13,7 @@ from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.adapter import located_pairs, read_adapter
+from trtpipe.engines.hf.adapter_check import checked_adapter
 from trtpipe.engines.hf.draft import check_draft
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import ModelRef
@@ -121,6 +122,12 @@ class BuildSpec:
         """Raises InputDataError for an adapter of another model. It reads the heads of the adapters' files."""
         for _, folder in self.adapters:
             located_pairs(read_adapter(folder), model)
+
+    def check_adapters(self, model: ModelConfig) -> None:
+        """Raises UsageError for an adapter of too high a rank, InputDataError for one of another model or with numbers
+        that are not finite. It reads the adapters' files."""
+        for _, folder in self.adapters:
+            checked_adapter(folder, model, self.build.max_lora_rank, self.precision.dtype)
 
     def to_json(self) -> dict[str, Any]:
         return {

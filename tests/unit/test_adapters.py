@@ -90,6 +90,19 @@ def test_a_target_that_is_built_again_without_adapters_has_none(
     assert not (run.linked("repository") / "tensorrt_llm" / "1" / "lora").exists()
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_adapter_that_is_refused_leaves_the_target_as_it_was(
+    model: Path, lora: dict[str, str], tmp_path: Path, before: bool
+) -> None:
+    first = plan(model, lora=lora) if before else plan(model)
+    found, run = repository(first, tmp_path / "home"), RunFolder.of(first.target)
+    wrong = write_adapter(Path("wrong"), model, rank=4, size=float("inf"))
+    with pytest.raises(InputDataError, match="holds numbers that are not finite"):
+        execute(plan(model, lora={"wrong": str(wrong)}), Store(tmp_path / "home"), Recorder())
+    assert run.linked("repository") == found
+    assert run.spec().adapters == first.adapters
+
+
 @pytest.mark.parametrize("way", ["export", "registry"])
 def test_a_target_with_adapters_is_finished_elsewhere(
     model: Path, lora: dict[str, str], tmp_path: Path, way: str
