@@ -29,15 +29,15 @@ def reload_models(
     store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
 ) -> tuple[Server, list[Served]]:
     """Load the current repositories of a running server's targets, model by model, without ending it; with `target`
-    that one alone. Then its gateway takes their tokenizers, lengths and adapters. Returns the server and what was
-    loaded.
+    that one alone, of the server that serves it where no `name` is given. Then its gateway takes their tokenizers,
+    lengths and adapters. Returns the server and what was loaded.
 
     Raises UsageError for a server of another user; HostError while another command reloads that server, and for an
     engine that has no room beside the old one; InputDataError for a repository that would not load, ArtefactRefused for
     an engine of another kind, StageFailed with the server's message when a model does not load: the server then keeps
     what it has, and so it does at a Ctrl-C.
     """
-    found = find_running(store, name)
+    found = find_running(store, name, target)
     require_own(found)
     with reloading(store, found.name):
         return _reload(store, find_running(store, found.name), target, allow_model_code=allow_model_code)

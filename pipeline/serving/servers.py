@@ -277,9 +277,12 @@ def end_watcher(server: Server) -> None:
             os.kill(server.watcher, signal.SIGKILL)
 
 
-def find_running(store: Store, name: str | None) -> Server:
-    """The running server of that name, or the only one. Raises UsageError."""
+def find_running(store: Store, name: str | None, target: str | None = None) -> Server:
+    """The running server of that name, or the only one, or of several the only one that serves `target`. Raises
+    UsageError."""
     servers = [server for server in running(store) if name in (None, server.name)]
+    if len(servers) > 1:
+        servers = [one for one in servers if target in {served.target for served in one.served}] or servers
     if not servers:
         raise none_running(store, name)
     if len(servers) > 1:

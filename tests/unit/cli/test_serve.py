@@ -227,6 +227,9 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     with pytest.raises(UsageError) as caught:
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one with --server: a, b"
+    assert find_running(store, None, "b").name == "b"
+    with pytest.raises(UsageError, match="several servers are running"):
+        find_running(store, None, "another")
     for words in (["generate", "Hello", "--server", "c"], ["lora", "list", "--server", "c"], ["stop", "c"]):
         assert run(*words).error() == "no server named 'c' is running; name one that runs: a, b"
     table = rows(run("ps").out)
