@@ -21,6 +21,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.precision import Precision, resolve_precision
 from trtpipe.engines.short_repr import short_repr
 from trtpipe.pipeline.bench.load.loads import MOST_RATE
+from trtpipe.pipeline.bench.results.metrics import judged
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
@@ -363,8 +364,8 @@ def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:
     for one in objectives:
         value = single.value(one)
         if value is not None and value >= one.limit:
-            metric = one.metric.removesuffix("_from_due")
-            return f"too slow for one client alone: {metric} {one.statistic} {value:.0f} ms of {one.limit:g}"
+            short = judged()[one.metric.removesuffix("_from_due")].short
+            return f"too slow for one client alone: {short} {one.statistic} {value:.0f} ms of {one.limit:g} ms"
     raise AssertionError("one of them is missed")
 
 

@@ -131,7 +131,7 @@ def test_plan_says_that_engines_end(run: Run) -> None:
 
 def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
     done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
-    assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
+    assert "1 x h100 fp8-kv: too slow for one client alone: TTFT p99" in done.out
     assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
     assert done.status == 2
 

@@ -110,8 +110,8 @@ def test_what_cannot_serve_says_why() -> None:
     assert reasons["cpu", "bf16"].startswith("no engine runs on a CPU")
     assert found.remarks == ()
     impossible = advise(question("llama3-8b", "h100", "ttft:1ms", tps=(1,))).candidates[0]
-    assert impossible.reason.startswith("too slow for one client alone: time_to_first_token p99 ")
-    assert impossible.reason.endswith(" ms of 1")
+    assert impossible.reason.startswith("too slow for one client alone: TTFT p99 ")
+    assert impossible.reason.endswith(" ms of 1 ms")
 
 
 def test_what_is_asked_wrongly_is_refused() -> None:
