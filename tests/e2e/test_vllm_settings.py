@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.adapters import write_adapter
-from tests.support.factories import hf_folder
+from tests.support.factories import hf_folder, write_safetensors
 from tests.unit.test_runner import plan
 from trtpipe.engines import load_backend
 from trtpipe.engines.adapters import FOLDER
@@ -70,6 +71,8 @@ def engine(root: Path, name: str) -> Path:
         path = folder / DRAFT / "config.json"
         head = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
         path.write_text(json.dumps({**json.loads(path.read_text()), **head}))
+        tensor = {"fc.weight": np.zeros((2, 6), np.uint16)}  # by which a head is told from a model
+        write_safetensors(folder / DRAFT / "model.safetensors", tensor, "BF16")
     spec = plan(folder, gpu="cpu", dtype="bf16", runtime="vllm", build={"max_seq_len": 128, **build})
     for file, text in load_backend("vllm").rendered(spec.build, spec.engine_target).items():
         (folder / file).write_text(text)
