@@ -72,7 +72,7 @@ def _cards(found: Advice) -> Iterator[Card]:
             label="TTFT p99",
             value=f"{np.percentile(best.best.ttft, 99):.0f}",
             unit="ms",
-            note=f"at {best.rate:.3g} clients/s",
+            note=f"at {tables.figure(best.rate)} clients/s",
         )
     if found.priced:
         yield Card(label="1M output tokens", value=amount(best.cost), note="in the currency of the prices")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,8 @@ def refusals(found: Advice) -> Table:
 def changes(of: str, found: Sequence[WhatIf]) -> Table:
     rows: list[list[str | None]] = [
         [
-            one.name, _pair(one.kv_tokens, ",.0f"), _pair(one.ttft, ".3g"), _pair(one.tpot, ".3g"),
-            _pair(one.tokens_per_s, ",.0f"), one.said,
+            one.name, _pair(one.kv_tokens, whole), _pair(one.ttft, figure), _pair(one.tpot, figure),
+            _pair(one.tokens_per_s, whole), one.said,
         ]
         for one in found
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def splits(found: Advice, made: Sequence[Split]) -> Table:
     kept += [one for one in made if not one.answers][:1] if all(one.answers for one in kept) else []
     rows: list[list[str | None]] = [
         [
-            one.name, str(one.gpus), f"{one.rate:.3g}", f"{one.per_gpu:.3g}",
+            one.name, str(one.gpus), figure(one.rate), figure(one.per_gpu),
             f"{one.transfer_ms:.1f}" if one.answers else None,
         ]
         for one in kept
@@ -98,7 +98,7 @@ def splits(found: Advice, made: Sequence[Split]) -> Table:
     best = found.candidates[0]
     return Table(
         title=f"split between prompts and answers, of {best.gpu.name} {best.dtype}",
-        columns=["engines", "GPUs", "clients/s", "a GPU", "transfer ms"], rows=rows, worded=False,
+        columns=["engines", "GPUs", "clients/s", "clients/s of a GPU", "transfer ms"], rows=rows, worded=False,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _option(one: Candidate, found: Advice) -> list[str | None]:
         str(one.option.limits.max_batch_size),
         _percentile(one.single.ttft, 50, ".0f"),
         _percentile(one.single.tpot, 50, ".1f"),
-        f"{one.rate:.3g}",
+        figure(one.rate),
         _percentile(one.best.ttft, 99, ".0f"),
         _percentile(one.best.tpot, 99, ".1f"),
         f"{one.best.tokens_per_s:.0f}",
@@ -129,6 +129,15 @@ def _percentile(values: Any, percent: float, form: str) -> str | None:
     return f"{np.percentile(values, percent):{form}}" if len(values) else None
 
 
-def _pair(values: tuple[float, float] | None, form: str) -> str | None:
+def figure(value: float) -> str:
+    """Three significant digits, or all digits before the point."""
+    return whole(value) if abs(value) >= 100 else f"{value:.3g}"
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _pair(values: tuple[float, float] | None, form: Callable[[float], str]) -> str | None:
     """A figure before and after a change; one where they are equal."""
-    return None if values is None else " -> ".join(dict.fromkeys(f"{value:{form}}" for value in values))
+    return None if values is None else " -> ".join(dict.fromkeys(map(form, values)))

@@ -169,8 +169,8 @@ def in_host_memory(option: Option, lengths: Lengths, now: Figures) -> WhatIf:
     return WhatIf(
         name=name, kv_tokens=(option.memory.kv_tokens, option.memory.kv_tokens + kept),
         ttft=(now.ttft, now.ttft - saved),
-        said=f"{kept} tokens more are kept for reuse: a prompt whose first {half} tokens are among them reads them in "
-        f"{1e3 * loading:.1f} ms instead of computing them in {1e3 * computing:.1f}; no sequence gets longer",
+        said=f"{kept:,} tokens more are kept for reuse: a prompt whose first {half} tokens are among them reads them "
+        f"in {1e3 * loading:.1f} ms instead of computing them in {1e3 * computing:.1f}; no sequence gets longer",
     )  # fmt: skip
 
 

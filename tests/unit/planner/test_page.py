@@ -13,6 +13,7 @@ from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.planner.advice import advise
 from trtpipe.pipeline.planner.disaggregation import disaggregate
 from trtpipe.pipeline.planner.page import write
+from trtpipe.pipeline.planner.tables import figure
 from trtpipe.pipeline.planner.whatif import what_ifs
 
 
@@ -38,7 +39,14 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     assert re.search(r"TensorRT-LLM removed Volta [^<]*\.</div></td>", page)
     # What is predicted of the best option; units and the currency; how to read the chart.
     assert re.search(r"Best option</p><p class=\"value\">1 x h100 fp8-kv</p><p>by cost", page)
-    for heading in ("TTFT alone ms", "KV cache GiB", "cost of 1M tokens", "tokens/s of a GPU", "weights GiB"):
+    for heading in (
+        "TTFT alone ms",
+        "KV cache GiB",
+        "cost of 1M tokens",
+        "tokens/s of a GPU",
+        "weights GiB",
+        "clients/s of a GPU",
+    ):
         assert f">{heading}</th>" in page
     assert "in the currency of the prices" in page
     assert "Getting to 1 x h100 fp8-kv takes about" in page
@@ -46,3 +54,10 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match=r"file/plan\.html cannot be written"):
         write(found, (), (), tmp_path / "file" / "plan.html")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (12.34, "12.3"), (999.6, "1,000"), (1120.0, "1,120"), (1e6, "1,000,000")]
+)
+def test_a_figure_has_no_exponent(value: float, text: str) -> None:
+    assert figure(value) == text
