@@ -30,8 +30,14 @@ HEADINGS = {
 }  # fmt: skip
 PREDICTED = (
     "Predicted, not measured: weights and KV cache are exact, times come from a simulation of in-flight batching whose "
-    "efficiencies were fitted to published runs of TensorRT-LLM."
+    "{fit}."
 )
+FIT = "efficiencies were fitted to published runs of TensorRT-LLM"
+# Runtimes that have a fit of their own.
+FITS = {
+    "vllm": "overheads were fitted to runs of vLLM 0.25 in BF16 on an H200, its other efficiencies to published runs "
+    "of TensorRT-LLM",
+}
 READING = (
     "Right and high is good. Numbers are requests in flight. A filled mark meets all objectives, a hollow one not."
 )
@@ -44,11 +50,13 @@ def write(found: Advice, changes: Sequence[WhatIf], splits: Sequence[Split], fil
         made.append(tables.changes(found.candidates[0].name, changes))
     if splits:
         made.append(tables.splits(found, splits))
+    figures = list(_figures(found))
     page = Page(
-        kind="Plan", title=f"Plan for {found.question.model}", about=sentence(tables.load(found)),
+        kind="Plan", title=f"Plan for {found.question.model}",
+        about=sentence(f"{tables.load(found)}; runtime {found.question.runtime}"),
         cards=list(_cards(found)), findings=list(_findings(found)),
         sections=[
-            Section(title="Throughput against speed", figures=list(_figures(found))),
+            *([Section(title="Throughput against speed", figures=figures)] if figures else []),
             *(Section(title=capital(one.title), lines=_lines(one), tables=[_table(one)]) for one in made if one.rows),
         ],
     )  # fmt: skip
@@ -86,7 +94,7 @@ def _findings(found: Advice) -> Iterator[Finding]:
     yield Finding(text=f"{able} of {len(found.candidates)} options can serve this load{asked}.", good=able > 0)
     for remark in (*found.remarks, *found.getting_there):
         yield Finding(text=sentence(remark))
-    yield Finding(text=PREDICTED)
+    yield Finding(text=PREDICTED.format(fit=FITS.get(found.question.runtime, FIT)))
 
 
 def _lines(found: tables.Table) -> list[str]:
@@ -119,16 +127,20 @@ def _figures(found: Advice) -> Iterator[Figure]:
     for one in found.candidates:
         if one.best is not None:
             best.setdefault((one.gpu.name, one.dtype), one)
-    able = list(best.values())
-    for start in range(0, len(able), CURVES):
-        curves = [_curve(one, found, style) for style, one in enumerate(able[start : start + CURVES])]
+    drawn = [(one.name, points) for one in best.values() if (points := _points(one, found))]
+    for start in range(0, len(drawn), CURVES):
+        curves = [
+            plots.Curve(name=name, style=style, points=points)
+            for style, (name, points) in enumerate(drawn[start : start + CURVES])
+        ]
         yield plots.curves(
             "Throughput of a GPU against speed of one client", curves, x="Output tokens/s of one client",
             y="Output tokens/s of a GPU", note=READING,
         )  # fmt: skip
 
 
-def _curve(one: Candidate, found: Advice, style: int) -> plots.Curve:
+def _points(one: Candidate, found: Advice) -> list[plots.Point]:
+    """Load points of an option; none where answers are of one token, since they have no speed."""
     assert one.option is not None
     points = []
     concurrency = 1
@@ -144,4 +156,4 @@ def _curve(one: Candidate, found: Advice, style: int) -> plots.Curve:
                 )
             )  # fmt: skip
         concurrency *= 4
-    return plots.Curve(name=one.name, style=style, points=points)
+    return points

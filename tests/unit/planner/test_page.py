@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.unit.planner.test_advice import PRICES, question
 from trtpipe.engines.errors import HostError
-from trtpipe.pipeline.planner.advice import advise
+from trtpipe.pipeline.planner.advice import Question, advise
 from trtpipe.pipeline.planner.disaggregation import disaggregate
 from trtpipe.pipeline.planner.page import write
 from trtpipe.pipeline.planner.tables import figure
@@ -61,3 +62,29 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
 )
 def test_a_figure_has_no_exponent(value: float, text: str) -> None:
     assert figure(value) == text
+
+
+def page_of(tmp_path: Path, what: Question) -> str:
+    write(advise(what), (), (), tmp_path / "plan.html")
+    return (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fitted"),
+    [
+        ("tensorrt_llm", "efficiencies were fitted to published runs of TensorRT-LLM."),
+        ("vllm", "overheads were fitted to runs of vLLM 0.25 in BF16 on an H200, "),
+    ],
+)
+def test_a_plan_says_what_its_runtime_was_fitted_to(tmp_path: Path, runtime: str, fitted: str) -> None:
+    page = page_of(tmp_path, question("llama3-8b", "h100", tps=(1,), runtime=runtime))
+    assert f"batching whose {fitted}" in page
+    assert f"; runtime {runtime}.</p>" in page
+
+
+def test_a_plan_without_a_curve_has_no_chart_of_throughput(tmp_path: Path) -> None:
+    asked = question("llama3-8b", "h100", tps=(1,))
+    for what in (question("llama3-8b", "h100", "ttft:1ms", tps=(1,)), replace(asked, demand=asked.demand.prompts())):
+        page = page_of(tmp_path, what)
+        assert "Throughput against speed" not in page
+        assert "<svg" not in page
