@@ -13,11 +13,16 @@ from trtpipe.pipeline.bench.compare.importers import read_report
 from trtpipe.pipeline.bench.results.page import head
 from trtpipe.pipeline.bench.results.page.curves import Run, against_latency, against_load
 from trtpipe.pipeline.pages import render as pages
-from trtpipe.pipeline.pages.parts import UNKNOWN, Cell, Finding, Page, Row, Section, Table, sentence
+from trtpipe.pipeline.pages.parts import UNKNOWN, Card, Cell, Finding, Page, Row, Section, Table, sentence
 from trtpipe.pipeline.store.folders import write_whole
 
 # Differences of the runs that are named at the top; the others are folded up.
 FEW = 4
+# Figures of a report by their labels on its own page -> their headings here.
+CARDS = {
+    "Output tokens/s": "most tokens/s", "TTFT p99": "TTFT p99 ms", "ITL p99": "ITL p99 ms",
+    "Latency p99": "latency p99 ms",
+}  # fmt: skip
 
 
 def write(found: Comparison, file: Path) -> None:
@@ -73,12 +78,17 @@ def _reports(found: Comparison, reports: dict[str, dict[str, Any]], titles: dict
     rows = []
     for letter, report in reports.items():
         verdict = {True: "valid", False: "INVALID", None: UNKNOWN}[report["verdict"]["valid"]]
-        cards = [Cell(text=card.value, title=card.note) for card in head.cards(report)] or [Cell(text=UNKNOWN)] * 4
+        cards = [_card(card) for card in head.cards(report)] or [Cell(text=UNKNOWN)] * 4
         what = Cell(text=titles[letter], words=True)
         said = Cell(text=verdict, kind="bad" if verdict == "INVALID" else "")
         rows.append(Row(name=letter, cells=[what, said, *cards, Cell(text=found.paths[letter], words=True)]))
-    columns = ["what", "verdict", "most tokens/s", "TTFT p99 ms", "ITL p99 ms", "latency p99 ms", "file"]
+    columns = ["what", "verdict", *CARDS.values(), "file"]
     return Table(head="Report", columns=columns, rows=rows)
+
+
+def _card(card: Card) -> Cell:
+    """A figure of the heading; it has its own name where another tool measured another one in its place."""
+    return Cell(text=card.value if card.label in CARDS else f"{card.value} ({card.label})", title=card.note)
 
 
 def _charts(runs: list[Run]) -> Iterator[Section]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.bench_reports import LATE, lines, load_point, report, save, saved
-from tests.unit.bench.compare.test_importers import VLLM
+from tests.unit.bench.compare.test_importers import AIPERF, VLLM, VLLM_CHAT
 from tests.unit.bench.results.test_page import Page, figures, marks
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.importers import read_report
@@ -94,6 +94,15 @@ def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -
     page = Page(text)
     assert ("td", "INVALID") in page.texts
     assert any("is INVALID: " in word for word in page.words)
+    # A heading of ours holds for the figures of another tool only where they are the same.
+    text = render(compare([AIPERF, VLLM_CHAT]), {"A": read_report(AIPERF), "B": read_report(VLLM_CHAT)})
+    cells = [text for tag, text in Page(text).texts if tag in ("th", "td")]
+    at = cells.index("latency p99 ms")
+    named = [[re.sub("[0-9.]+ ", "", cell) for cell in cells[start : start + 3]] for start in (at + 5, at + 11)]
+    assert named == [
+        ["81.29", "(Chunk gap p99)", "104"],
+        ["(Time to first chunk p99)", "(Chunk gap with role p99)", "(Latency to last chunk p99)"],
+    ]
     both = compare([VLLM, VLLM])
     text = render(both, {letter: read_report(VLLM) for letter in "AB"})
     assert "p99 against throughput" in text
