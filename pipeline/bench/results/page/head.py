@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.bench.results.page.load_points import (
     LoadPoint,
     by_load,
@@ -85,7 +86,7 @@ def cards(report: dict[str, Any]) -> list[Card]:
     best = max(good or able, key=lambda point: value(point, rate) or 0.0)
     out = [Card(label="Output tokens/s", value=number(value(best, rate)), note=f"at {named(best)}")]
     for metric, statistic in _CARDS:
-        name, short = shared([able], metric, statistic) or (metric, metric)
+        name, short = shared([able], metric, statistic) or (metric, metrics.judged()[metric].short)
         lowest = min((one for point in able if (one := value(point, name, statistic)) is not None), default=None)
         out.append(
             Card(
@@ -124,14 +125,26 @@ def findings(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _objectives(points: list[LoadPoint]) -> Iterator[Finding]:
-    """The highest load of each curve that meets all objectives."""
+    """The highest load of each curve up to which all objectives are met; each load where one below it misses some."""
     if points and not any(point.get("slo") for point in points):
         yield Finding(text="No objective was given (--slo).")
     for (protocol, kind), members in by_load(points).items():
-        judged = [point for point in members if point.get("slo") and point["verdict"]["valid"]]
-        met = [point for point in judged if point["slo"]["met"]]
+        judged: dict[str, bool] = {}
+        for point in members:
+            if point.get("slo") and point["verdict"]["valid"]:
+                judged[str(point["label"])] = judged.get(str(point["label"]), True) and bool(point["slo"]["met"])
         if judged:
-            where = f"up to {met[-1]['label']}" if met else "at no load"
-            all_of_them = len(met) == len(judged)
-            text = f"{protocol}, {kind}: all objectives are met {'at every load point' if all_of_them else where}."
-            yield Finding(text=text, good=bool(met))
+            text = f"{protocol}, {kind}: all objectives are met {_where(judged)}."
+            yield Finding(text=text, good=any(judged.values()))
+
+
+def _where(judged: dict[str, bool]) -> str:
+    """At which loads all objectives are met; `judged` has the lowest load first."""
+    met = [name for name, good in judged.items() if good]
+    if len(met) == len(judged):
+        return "at every load point"
+    if not met:
+        return "at no load"
+    if met == list(judged)[: len(met)]:
+        return f"up to {met[-1]}"
+    return f"at {', '.join(met)}, not at {', '.join(name for name, good in judged.items() if not good)}"

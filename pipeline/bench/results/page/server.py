@@ -24,7 +24,7 @@ _MODELS = {
 }  # fmt: skip
 _ENGINES = {
     "input_tokens_per_s": ("prompt tokens/s", 1.0), "output_tokens_per_s": ("output tokens/s", 1.0),
-    "steps_per_s": ("steps/s", 1.0), "in_flight_max": ("most in flight", 1.0), "kv_max": ("KV blocks", 1.0),
+    "steps_per_s": ("steps/s", 1.0), "in_flight_max": ("limit of requests in flight", 1.0), "kv_max": ("KV blocks", 1.0),
     "kv_tokens_per_block": ("tokens of a block", 1.0), "kv_reuse_share": ("prompt found in cache %", 100.0),
 }  # fmt: skip
 _GPUS = {

@@ -63,7 +63,9 @@ def full(
             }  # fmt: skip
             found["server"] = {
                 "models": [{"model": "ensemble", "succeeded": 999.0, "succeeded_per_s": 2.5, "queue_ms": 0.25}],
-                "engines": [{"model": "tensorrt_llm", "output_tokens": 888.0, "kv_reuse_share": 0.125}],
+                "engines": [
+                    {"model": "tensorrt_llm", "output_tokens": 888.0, "kv_reuse_share": 0.125, "in_flight_max": 64.0}
+                ],
                 "output_tokens": {"server": 800, "client": None, "agree": True},
                 "series": {"t_s": [0.0, 1.0, 2.0], "kv_fraction": [0.5, None, 0.75], "waiting": [None, None, None]},
                 "nvml": {
@@ -289,6 +291,13 @@ def test_the_summary_is_of_the_best_load_point() -> None:
     assert "3 of 60 requests failed." in Page(render(value)).words
 
 
+def test_a_card_without_a_value_has_the_short_name() -> None:
+    found = load_point(lines(20, seed=1))
+    found["metrics"]["time_to_first_token"] = {}
+    texts = [text for _, text in Page(render(report([found]))).texts]
+    assert texts[texts.index("TTFT p99") + 1] == UNKNOWN
+
+
 def test_the_figures_of_the_table() -> None:
     found = load_point(lines(20, seed=1))
     found["metrics"]["time_to_first_token"] |= {"p50": 12.3456, "p90": 1234.5, "p99": 0.5}
@@ -363,9 +372,15 @@ def test_objectives_and_the_highest_load_that_meets_them() -> None:
     assert ["hollow" in mark.get("class", "") for mark in marks(goodput)[1:]] == [False, False, True, True]
     value["levels"][1]["verdict"] = LATE
     assert "grpc, closed loop: all objectives are met up to 1 in flight." in Page(render(value)).words
-    for found in value["levels"]:
-        found["slo"]["met"] = False
+    value["levels"][0]["slo"]["met"], value["levels"][2]["slo"]["met"] = False, True
+    told = "grpc, closed loop: all objectives are met at 9 in flight, not at 1 in flight, 13 in flight."
+    assert told in Page(render(value)).words
+    # One of two repeats misses them.
+    value["levels"].append({**value["levels"][2], "repeat": 1, "slo": {**value["levels"][2]["slo"], "met": False}})
     assert "grpc, closed loop: all objectives are met at no load." in Page(render(value)).words
+    for found in value["levels"]:
+        found["slo"]["met"] = True
+    assert "grpc, closed loop: all objectives are met at every load point." in Page(render(value)).words
 
 
 def test_the_pareto_front_leaves_out_what_another_load_point_beats() -> None:
@@ -410,7 +425,8 @@ def test_the_server_s_own_figures_have_units_and_are_of_the_load_point() -> None
     assert texts[at - 3 : at + 5] == [
         "Load point", "model", "requests/s", "in queue ms", "grpc, 1 in flight", "ensemble", "2.5", "0.25"
     ]  # fmt: skip
-    assert texts[texts.index("prompt found in cache %") + 3] == "12.5"
+    at = texts.index("limit of requests in flight")
+    assert texts[at + 1 : at + 6] == ["prompt found in cache %", "grpc, 1 in flight", "tensorrt_llm", "64", "12.5"]
     at = texts.index("peak memory GiB")
     assert texts[at + 2 : at + 6] == ["grpc, 1 in flight", "0 H100", "40", "512"]
     assert {"800", "yes", "0.5"} <= set(texts)
