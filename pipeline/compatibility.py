@@ -85,10 +85,14 @@ def judge_stored(repository: Path, store: Store) -> tuple[bool, str | None]:
     return True, fault
 
 
-def build_again(name: str) -> str:
-    """The remedy for the damaged repository of a target, or of a folder of that name."""
+def whole_again(name: str, store: Store) -> str:
+    """The remedy for the damaged repository of a target, or of a folder of that name: a build makes the repository
+    again, but no engine that came from elsewhere."""
     run = find_run(name)
-    return "build it again" if run is None else run.finish
+    if run is None:
+        return "build it again"
+    broken = next((stage for stage in run.stages() if run.origin(stage) and run.find(stage, store) is None), None)
+    return run.finish if broken is None else run.again(broken)
 
 
 def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bool) -> None:
@@ -100,7 +104,7 @@ def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bo
     """
     known, fault = judge_stored(repository, store)
     if fault is not None:
-        raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=build_again(name))
+        raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=whole_again(name, store))
     if known:
         return
     found = [] if allow_code else foreign_code(repository)

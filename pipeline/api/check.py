@@ -49,9 +49,10 @@ def check(
     faults = check_repository(folder, toolchain=release, gpus=hardware.installed_gpus() if here else None)
     if any(fault.rule == "no-models" for fault in faults):
         return faults  # any folder, such as /tmp, whose files take long to look through
-    _, damage = compatibility.judge_stored(folder, Store(default_home()))
+    store = Store(default_home())
+    _, damage = compatibility.judge_stored(folder, store)
     if damage is not None and not any(fault.severity == ERROR for fault in faults):
-        again = compatibility.build_again(str(repository))
+        again = compatibility.whole_again(str(repository), store)
         whole = {"path": ".", "where": "", "rule": "engine-file"}
         faults.insert(0, Fault(severity=ERROR, what="is damaged", why=damage, remedy=again, **whole))
     if not allow_model_code:
