@@ -131,7 +131,7 @@ def search(
       trtpipe search s3://bucket/models
       trtpipe search oci://registry.example/team/models --gpu h100
     """
-
+    from trtpipe.configs.facts import load_gpus
     from trtpipe.engines.errors import nearest
     from trtpipe.engines.precision import FLOAT_NAMES
     from trtpipe.engines.quantization import QuantAlgo
@@ -149,9 +149,13 @@ def search(
         there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
         named = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
         told = f"{url} has no such target; it has: {named}" if there else f"{url} has no targets"
-        known = [*FLOAT_NAMES, *(algo.value for algo in QuantAlgo)]
-        if dtype and not any(dtype.lower() in name.lower() for name in known) and (near := nearest(dtype, known)):
-            told += f"; did you mean --dtype {' or '.join(near)}?"
+        specs = load_gpus().values()
+        gpus = [name for one in specs for name in (one.name, *one.aliases)]
+        gpus += {f"SM{one.sm}" for one in specs if one.sm is not None}
+        dtypes = [*FLOAT_NAMES, *(algo.value for algo in QuantAlgo)]
+        for option, value, known in (("gpu", gpu, gpus), ("dtype", dtype, dtypes)):
+            if value and not any(value.lower() in name.lower() for name in known) and (near := nearest(value, known)):
+                told += f"; did you mean --{option} {' or '.join(near)}?"
         console.result(told)
         return
     console.table(

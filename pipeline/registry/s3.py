@@ -91,10 +91,7 @@ class S3Registry(Registry):
         seen: set[str] = set()
         while True:
             with translated(self.url):
-                try:
-                    page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
-                except FileNotFoundError:
-                    return []
+                page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
                 names = [one["Key"].removeprefix(prefix) for one in page.get("Contents", ())]
                 out += [name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name]
                 if not page.get("IsTruncated"):
@@ -111,7 +108,9 @@ class S3Registry(Registry):
         with translated(self.url):
             try:
                 answer = self._call("get_object", Key=self._index(target))
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if getattr(error.__cause__, "response", {}).get("Error", {}).get("Code") == "NoSuchBucket":
+                    raise
                 raise unknown_target(target, self) from None
         text = bytearray()
         with self._closing(answer["Body"]) as body:

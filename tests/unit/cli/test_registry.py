@@ -57,8 +57,11 @@ def test_a_target_goes_to_a_folder_and_comes_back(
         "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"
     )
     assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
-    for dtype, near in (("fp33", "; did you mean --dtype fp32?\n"), ("fp8", "\n")):
-        done = run("search", shelf, "--dtype", dtype)
+    for option, value, near in (
+        ("--dtype", "fp33", "; did you mean --dtype fp32?\n"), ("--dtype", "fp8", "\n"),
+        ("--gpu", "h101", "; did you mean --gpu h100?\n"), ("--gpu", "SM90", "\n"), ("--gpu", "zzz", "\n"),
+    ):  # fmt: skip
+        done = run("search", shelf, option, value)
         assert done.out == f"{shelf} has no such target; it has: tiny.cpu.bf16{near}"
 
     for name in ("tiny.cpu.bf16", "runs/tiny.cpu.bf16"):
@@ -72,7 +75,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     refused = run(*asked, "--trust-key", str(told))  # although nothing would be compared with it
     assert (refused.status, refused.error().partition(";")[0]) == (3, f"{told} is not a public key in PEM form")
 
-    # Builds make nothing of what came from elsewhere.
+    # Builds make nothing of what came from elsewhere, as `check` and `serve` say.
     for makes, remedy in (
         ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
         ("engine", "the next `trtpipe build` of their targets moves them aside and makes them again; pull or import "
@@ -83,6 +86,8 @@ def test_a_target_goes_to_a_folder_and_comes_back(
         file.write_text(file.read_text() + " ")
         damaged = run("scrub").error() if makes == "engine" else run("serve", "tiny.cpu.bf16").error()
         assert damaged.endswith(f"; {remedy}")
+    for command in ("check", "serve"):
+        assert run(command, "tiny.cpu.bf16").error().endswith("; pull or import the target again")
     assert run("pull", "tiny.cpu.bf16", shelf).status == 0
     assert "damaged" not in run("scrub").err
 

@@ -1007,13 +1007,19 @@ def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
         open_registry(url)
 
 
-def test_a_bucket_that_is_not_there_is_not_made(
+def test_a_bucket_that_is_not_there_is_not_made_and_is_no_empty_registry(
     made: Store, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
-        transfer.push(TARGET, open_registry("s3://modles/x"), made)
+    registry = open_registry("s3://modles/x")
+    for act in (
+        lambda: transfer.push(TARGET, registry, made),
+        lambda: transfer.pull(TARGET, registry, made),
+        lambda: transfer.search(registry),
+    ):
+        with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
+            act()
 
 
 @pytest.mark.parametrize(
