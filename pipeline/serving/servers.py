@@ -341,7 +341,10 @@ def starting(store: Store, name: str) -> Iterator[None]:
 
 
 def _being_started(name: str) -> HostError:
-    return HostError(f"{name} is being started by another command", remedy="wait until `trtpipe ps` lists it")
+    return HostError(
+        f"{name} is being started by another command, which may be `trtpipe prove`",
+        remedy="wait until `trtpipe ps` lists it, or until that command has ended",
+    )
 
 
 def _starts(name: str) -> str:

@@ -330,7 +330,10 @@ def test_what_died_is_not_dropped_while_it_is_started_again(
     assert running(store) == []
     monkeypatch.setattr(tritonserver, "end_stubs", lambda backends: pytest.fail("they are of the one that is started"))
     with store.alone("serve-a", HostError("")):  # as `serve` does
-        assert run("stop", "a").error() == "a is being started by another command; wait until `trtpipe ps` lists it"
+        assert run("stop", "a").error() == (
+            "a is being started by another command, which may be `trtpipe prove`; wait until `trtpipe ps` lists it, or "
+            "until that command has ended"
+        )
     assert run("stop", "a").out == "dropped a, which had died\n"
 
 
