@@ -77,7 +77,7 @@ def _tidy(value: float) -> float:
 
 def tick(value: float) -> str:
     """A round number in few characters."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
     return f"{value:g}"

@@ -6,7 +6,7 @@
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
   const tick = value => {
-    const [size, unit] = [[1e9, "G"], [1e6, "M"], [1e4, "k"], [0, ""]].find(one => Math.abs(value) >= one[0]);
+    const [size, unit] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"], [0, ""]].find(one => Math.abs(value) >= one[0]);
     return +(value / ({ k: 1e3 }[unit] || size || 1)).toPrecision(6) + unit;
   };
 
@@ -51,14 +51,8 @@
     ctx.font = `${12 * dot}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     ctx.textBaseline = "alphabetic";
-    let at = 2 * dot;
-    const write = (text, color) => {
-      ctx.fillStyle = color;
-      ctx.fillText(text, at, 12 * dot);
-      at += ctx.measureText(text).width + 12 * dot;
-    };
-    write(chart.y.label, css("--ink"));
-    if (chart.along && chart.curves.length > 1) chart.curves.forEach(curve => write(curve.name, css("--c" + curve.style)));
+    ctx.fillStyle = css("--ink");
+    ctx.fillText(chart.y.label, 2 * dot, 12 * dot);
     ctx.beginPath();
     ctx.rect(bbox.left - 6 * dot, bbox.top - 6 * dot, bbox.width + 12 * dot, bbox.height + 12 * dot);
     ctx.clip();
@@ -157,7 +151,9 @@
       stroke: () => css("--soft"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: FONT, size,
       values: (u, splits) => splits.map(tick), ...more,
     });
-    const counts = chart.curves.every(curve => curve.x.every(Number.isInteger)) && { incrs: [1, 2, 5, 10, 20, 50, 100, 1000] };
+    // Larger values are whole by their rounding, whether they are counts or not.
+    const counts = chart.x.high <= 1000 && chart.curves.every(curve => curve.x.every(Number.isInteger))
+      && { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] };
     const whole = u => u.batch(() => ["x", "y"].forEach(k => u.setScale(k, { min: chart[k].low, max: chart[k].high })));
     const u = new uPlot({
       width, height: chart.along ? 125 + 20 * last : Math.round(Math.min(420, 180 + width / 5)), padding: [26, 18, 0, 0],

@@ -277,7 +277,7 @@ def _merged(edges: Sequence[float], counts: Sequence[float]) -> tuple[Sequence[f
 
 
 def timeline(title: str, seconds: Sequence[float], panels: Sequence[Panel]) -> Figure:
-    """Panels one below the other over the same time."""
+    """Panels one below the other over the same time, and the names of lines that share a panel in one legend."""
     across = fitting("Seconds", [0.0, *seconds])
     drawing, top = _Drawing(), float(TOP)
     charts = []
@@ -285,7 +285,7 @@ def timeline(title: str, seconds: Sequence[float], panels: Sequence[Panel]) -> F
         known = [value for line in panel.lines for value in line.values if value is not None]
         axis = fitting(panel.label, known, ticks=2)
         base = top + 16 + PANEL
-        _panel_title(drawing, panel, top + 8)
+        drawing.text(4, top + 8, panel.label, kind="label")
         drawing.y_axis(axis, base, PANEL)
         told = []
         for line in panel.lines:
@@ -302,13 +302,9 @@ def timeline(title: str, seconds: Sequence[float], panels: Sequence[Panel]) -> F
         charts.append({"x": _told(across), "y": _told(axis), "curves": told, "along": True})
         top = base + PANEL_GAP - 16
     drawing.x_axis(across, base, base - 3)
-    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title), charts=charts)
-
-
-def _panel_title(drawing: _Drawing, panel: Panel, y: float) -> None:
-    names = [(line.name, line.style) for line in panel.lines] if len(panel.lines) > 1 else []
-    told = "".join(f'<tspan dx="8" class="name s{style}">{escape(name)}</tspan>' for name, style in names)
-    drawing.parts.append(f'<text x="4" y="{_n(y)}" class="label">{escape(panel.label)}{told}</text>')
+    several = [line for panel in panels if len(panel.lines) > 1 for line in panel.lines]
+    legend = list(dict.fromkeys((line.name, line.style) for line in several))
+    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title), legend=legend, charts=charts)
 
 
 def _thinned(seconds: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float | None]]:

@@ -24,8 +24,9 @@ _MODELS = {
 }  # fmt: skip
 _ENGINES = {
     "input_tokens_per_s": ("prompt tokens/s", 1.0), "output_tokens_per_s": ("output tokens/s", 1.0),
-    "steps_per_s": ("steps/s", 1.0), "in_flight_max": ("limit of requests in flight", 1.0), "kv_max": ("KV blocks", 1.0),
-    "kv_tokens_per_block": ("tokens of a block", 1.0), "kv_reuse_share": ("prompt found in cache %", 100.0),
+    "steps_per_s": ("steps/s", 1.0), "in_flight_max": ("limit of requests in flight", 1.0),
+    "kv_max": ("KV blocks", 1.0), "kv_tokens_per_block": ("tokens of a block", 1.0),
+    "kv_reuse_share": ("prompt found in cache %", 100.0),
 }  # fmt: skip
 _GPUS = {
     "utilization_percent": ("busy %", 1.0), "memory_peak_bytes": ("peak memory GiB", _GIB), "power_w": ("power W", 1.0),
@@ -34,7 +35,7 @@ _GPUS = {
 # Time series likewise: title of the panel, and factor.
 _SERIES = {
     "in_flight": ("Requests in flight", 1.0), "waiting": ("Requests waiting", 1.0),
-    "tokens_per_s": ("Output tokens/s, by Triton counted when a request ends", 1.0),
+    "tokens_per_s": ("Output tokens/s, counted when a request ends", 1.0),
     "kv_fraction": ("KV cache in use, %", 100.0), "gpu_utilization": ("GPUs busy, %, sum", 100.0),
     "gpu_memory_bytes": ("GPU memory, GiB", _GIB), "gpu_power_w": ("GPU power, W", 1.0),
     "utilization": ("GPU busy, %", 1.0), "memory": ("GPU memory, GiB", _GIB), "power": ("GPU power, W", 1.0),

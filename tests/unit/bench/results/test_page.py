@@ -163,7 +163,8 @@ def test_an_axis_holds_its_values_between_round_ticks(values: list[float], from_
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.05, "0.05"), (2500, "2500"), (20000, "20k"), (1.5e6, "1.5M"), (3e9, "3G")]
+    ("value", "text"),
+    [(0, "0"), (0.05, "0.05"), (2500, "2500"), (20000, "20k"), (1.5e6, "1.5M"), (3e9, "3G"), (2e13, "20T")],
 )
 def test_ticks_are_written_short(value: float, text: str) -> None:
     assert axes.tick(value) == text
