@@ -232,8 +232,8 @@ def test_without_a_gateway_nothing_asks_for_one(rules: list[dict[str, Any]], tmp
     (group,) = yaml.safe_load((tmp_path / ALERTS).read_text(encoding="utf-8"))["groups"]
     left = {rule["alert"] for rule in group["rules"]}
     assert {rule["alert"] for rule in rules} - left == {
-        "TrtpipeGatewayDown", "TrtpipeGatewayErrors", "TrtpipeFirstTokenSlow", "TrtpipeTokensSlow",
-        "TrtpipeGatewayQueue",
+        "TrtpipeGatewayDown", "TrtpipeGatewayNotUp", "TrtpipeGatewayErrors", "TrtpipeFirstTokenSlow",
+        "TrtpipeTokensSlow", "TrtpipeGatewayQueue",
     }  # fmt: skip
     assert "gateway" not in (tmp_path / ALERTS).read_text(encoding="utf-8")
     with pytest.raises(UsageError, match=r"^a key of the gateways is given, and there is no gateway; name gateways"):
@@ -267,9 +267,11 @@ def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) ->
             assert all(labels.get("job") in jobs for labels in selections), name
 
 
-def test_a_server_that_loads_is_down_only_once_it_has_been_up(rules: list[dict[str, Any]]) -> None:
-    down, starts = (next(one for one in rules if one["alert"] == f"TrtpipeServer{end}") for end in ("Down", "NotUp"))
-    up = 'up{job="trtpipe"}'
+@pytest.mark.parametrize(("what", "job"), [("Server", "trtpipe"), ("Gateway", "trtpipe-gateway")])
+def test_what_starts_is_down_only_once_it_has_been_up(rules: list[dict[str, Any]], what: str, job: str) -> None:
+    """A gateway is started once its server has loaded."""
+    down, starts = (next(one for one in rules if one["alert"] == f"Trtpipe{what}{end}") for end in ("Down", "NotUp"))
+    up = f'up{{job="{job}"}}'
     assert down["expr"] == f"({up} == 0 and max_over_time({up}[1d]) == 1) or absent({up})"
     assert (down["for"], starts["expr"], starts["for"]) == ("1m", f"{up} == 0", "45m")
 
