@@ -25,13 +25,14 @@ def write(study: Study) -> None:
 def text(study: Study) -> str:
     measured = study.candidates()
     asked = study.question
+    figures = list(_figures(study, measured))
     page = Page(
         kind="Tuning", title=study.target,
         about=f"`trtpipe tune`: {asked['goal']} within {' and '.join(asked['objectives'])}, measured on this machine.",
         files=[JSON_NAME, RECIPE_NAME] if study.decided else [JSON_NAME], cards=list(_cards(study)),
         findings=list(_findings(study)),
         sections=[
-            Section(title="Throughput against speed", figures=list(_figures(study, measured))),
+            *([Section(title="Throughput against speed", figures=figures)] if figures else []),
             Section(
                 title="Candidates",
                 lines=[
@@ -54,27 +55,24 @@ def text(study: Study) -> str:
 def _cards(study: Study) -> Iterator[Card]:
     if study.winner is None:
         return
-    run = best_run(study.of(study.winner.candidate))
-    rate = mean_rate(study.of(study.winner.candidate))
-    yield Card(label=f"{study.unit.capitalize()} within the objectives", value=number(rate))
+    runs = study.of(study.winner.candidate)
+    run = best_run(runs)
+    mean, best = (f"mean of {len(runs)} runs", "of the best run") if len(runs) > 1 else ("", "")
+    yield Card(label=f"{study.unit.capitalize()} within the objectives", value=number(mean_rate(runs)), note=mean)
     if study.winner.gain is not None:
         error = study.winner.error
-        note = (
-            ""
-            if error is None
-            else f"± {error:.0%}, the standard error of {len(study.of(study.winner.candidate))} runs"
-        )
+        note = "" if error is None else f"± {error:.0%}, the standard error of {len(runs)} runs"
         yield Card(label="Gain over the target as it is", value=f"{study.winner.gain:+.0%}", note=note)
-    yield Card(label="Output tokens/s", value=number(run.tokens_per_s))
+    yield Card(label="Output tokens/s", value=number(run.tokens_per_s), note=best)
     if study.price is not None:
-        yield Card(label="1M output tokens", value=number(study.cost(run)), note="in the currency of the price")
+        note = "in the currency of the price" + (f", {best}" if best else "")
+        yield Card(label="1M output tokens", value=number(study.cost(run)), note=note)
 
 
 def _findings(study: Study) -> Iterator[Finding]:
     yield Finding(text=sentence(study.said()), good=study.decided)
-    yield Finding(
-        text=f"{len(study.runs)} measurements in {study.spent_s / 60:.1f} minutes; state of the search: {study.state}."
-    )
+    count = "1 measurement" if len(study.runs) == 1 else f"{len(study.runs)} measurements"
+    yield Finding(text=f"{count} in {study.spent_s / 60:.1f} minutes; state of the search: {study.state}.")
 
 
 def _table(study: Study, measured: list[Candidate]) -> Table:
@@ -87,9 +85,9 @@ def _row(study: Study, candidate: Candidate) -> Row:
     runs = study.of(candidate)
     run = best_run(runs)
     at = run.best
-    low, high = (UNKNOWN if side is None else number(side) for side in run.interval)
+    between = " to ".join(map(number, run.interval)) if any(side is not None for side in run.interval) else UNKNOWN
     cells = [
-        str(run.round + 1), str(len(runs)), number(mean_rate(runs)), f"{low} to {high}", number(run.tokens_per_s),
+        str(run.round + 1), str(len(runs)), number(mean_rate(runs)), between, number(run.tokens_per_s),
         number(None if at is None else at.ttft_p99), number(None if at is None else at.tpot_p50),
     ]  # fmt: skip
     cells += [number(study.cost(run))] if study.price is not None else []
