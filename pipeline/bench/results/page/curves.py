@@ -133,6 +133,9 @@ def _figure(
             found.append(plots.Curve(name=name, style=style, points=dots, dashed=loop != "closed loop"))
     if not found:
         return None
+    if len(found) == 1 and len(runs) > 1:
+        # A legend names two curves or more.
+        note = f"The only curve is {found[0].name}. {note}".strip()
     if any(point.hollow for curve in found for point in curve.points):
         note = f"{note} {HOLLOW}".strip()
     return plots.curves(title, found, x=x.label, y=y.label, band=_front(good) if front else (), note=note)

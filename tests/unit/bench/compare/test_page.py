@@ -86,6 +86,14 @@ def test_the_load_of_conversations_is_drawn_in_conversations(unit: str, axis: st
     assert all(f"{axis} asked for" in str(one) for one in drawn)
 
 
+def test_a_curve_of_one_of_two_reports_is_named() -> None:
+    closed, open_ = load_point(lines(20, seed=1)), load_point(lines(20, seed=1), rate=4.0, label="4 requests/s")
+    drawn = against_load([Run(name=name, report=report([one])) for name, one in (("A", closed), ("B", open_))])
+    notes = {figure.title: figure.note for figure in drawn}
+    assert notes["TTFT p99 against load, closed loop"].startswith("The only curve is A, grpc, closed loop.")
+    assert "The only curve" not in str(against_load([Run(report=report([closed]))]))
+
+
 def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -> None:
     good = save(tmp_path / "a", report([load_point(lines(20, seed=1))]))
     bad = save(tmp_path / "b", report([load_point(lines(20, seed=2), verdict=LATE)], verdict=LATE))
