@@ -75,7 +75,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     refused = run(*asked, "--trust-key", str(told))  # although nothing would be compared with it
     assert (refused.status, refused.error().partition(";")[0]) == (3, f"{told} is not a public key in PEM form")
 
-    # Builds make nothing of what came from elsewhere, as `check` and `serve` say.
+    # Builds make nothing of what came from elsewhere.
     for makes, remedy in (
         ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
         ("engine", "the next `trtpipe build` of their targets moves them aside and makes them again; pull or import "
@@ -110,6 +110,17 @@ def test_a_target_goes_to_a_folder_and_comes_back(
 
     monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "other"))
     assert run("pull", "tiny.cpu.bf16", shelf).status == 0
+    # A large file is one of the engine and of the repository; this one is small and has a copy.
+    for place in ("engine", "repository/tensorrt_llm/1"):
+        weights = Path("runs/tiny.cpu.bf16", place, "rank0.safetensors").resolve()
+        weights.chmod(0o644)
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for command in ("check", "serve"):
+        error = run(command, "tiny.cpu.bf16").error()
+        assert error.endswith("/rank0.safetensors has changed; pull or import the target again")
+    assert run("pull", "tiny.cpu.bf16", shelf).status == 0
+    assert run("check", "tiny.cpu.bf16").status == 0
     done = run(*asked[:-2], "--until", "tokenizer")
     why = r"tokenizer +running +\(what was imported is not trusted by --trust-origin or --trust-key\)"
     assert re.search(why, done.err), done.err
