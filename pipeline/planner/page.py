@@ -73,6 +73,7 @@ def _cards(found: Advice) -> Iterator[Card]:
     best = found.candidates[0]
     if best.best is None:
         return
+    assert best.rate is not None
     yield Card(label="Best option", value=best.name, note="by cost" if found.priced else "by tokens/s of a GPU")
     yield Card(label="Output tokens/s", value=f"{best.best.tokens_per_s:,.0f}", note=f"{best.per_gpu:,.0f} of a GPU")
     if len(best.best.ttft):

@@ -106,6 +106,7 @@ def _option(one: Candidate, found: Advice) -> list[str | None]:
     assert one.option is not None
     assert one.best is not None
     assert one.single is not None
+    assert one.rate is not None
     row: list[str | None] = [
         one.name,
         f"{one.option.memory.kv_pool / 2**30:.1f}",
