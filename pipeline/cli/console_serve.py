@@ -91,7 +91,10 @@ def first_steps(server: Server, certificate: Path | None = None, *, served: Serv
     target = "" if len(server.served) == 1 else f" --target {first.name}"
     steps = [f'trtpipe generate "{question}"{target}']
     if server.gateway_url is not None:
-        body = {"model": first.model_names[0], "messages": [{"role": "user", "content": question}]}
+        # An answer without a limit takes minutes on a CPU.
+        body = {
+            "model": first.model_names[0], "max_tokens": 64, "messages": [{"role": "user", "content": question}],
+        }  # fmt: skip
         key = ' -H "Authorization: Bearer $TRTPIPE_API_KEY"' if server.keyed else ""
         trusted = f"--cacert {shlex.quote(str(certificate))} " if certificate else ""
         steps.append(
