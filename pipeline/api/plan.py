@@ -55,6 +55,7 @@ def plan(
     from trtpipe.pipeline.bench.results.slo import parse_objective
     from trtpipe.pipeline.planner.advice import Question, advise
     from trtpipe.pipeline.planner.demand import Demand
+    from trtpipe.pipeline.planner.judgement import SHORTER_LOAD
     from trtpipe.pipeline.planner.memory import Adapters
     from trtpipe.pipeline.planner.preparation import recorded
 
@@ -63,6 +64,9 @@ def plan(
     rank = 16 if adapter_rank is None else adapter_rank
     name, shape = facts.find_shape(str(model))
     work = find_load(str(load)).work if load else Work(input_tokens="512", output_tokens="256")
+    asked = {"--input-tokens": input_tokens, "--output-tokens": output_tokens}
+    lower = " or ".join(option for option, given in asked.items() if given is not None)
+    shorter = f"lower {lower}" if lower else SHORTER_LOAD if load else f"give {' and '.join(asked)}"
     if input_tokens is not None:
         work = dataclasses.replace(work, input_tokens=str(input_tokens))
     if output_tokens is not None:
@@ -84,7 +88,7 @@ def plan(
         objectives=tuple(parse_objective(one) for one in _several(slo)),
         took=recorded(default_home()),
         adapters=None if adapters is None else Adapters(number=adapters, rank=rank),
-        prices=_prices(price or {}, [one.name for one in gpus]),
+        prices=_prices(price or {}, [one.name for one in gpus]), shorter=shorter,
     )  # fmt: skip
     return advise(question)
 

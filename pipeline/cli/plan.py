@@ -147,7 +147,9 @@ def plan(
         write(advice, changes, splits, page)
     console_plan.advice(advice, changes, splits, explain=explain, as_json=as_json)
     if all(one.best is None for one in advice.candidates):
-        raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
+        within = " within its objectives" if advice.question.objectives else ""
+        others = "; leave out --tp to compare other numbers of GPUs" if advice.question.tps else ""
+        raise UsageError(f"nothing here serves this load{within}", remedy=f"see above what each one lacks{others}")
     if notice := load_backend(runtime).NOTICE:
         console.note(notice)
 

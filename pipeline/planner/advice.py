@@ -65,6 +65,7 @@ class Question:
     release     toolchain that is planned for; None: the default one, as fast as the newest release that is known
     took        stages that ran on this machine
     adapters    LoRA adapters that are in the GPU's memory at once
+    shorter     remedy for lengths that are too long for the model, which names what the user gave
     """
 
     model: str
@@ -85,6 +86,7 @@ class Question:
     release: str | None = None
     took: tuple[Took, ...] = ()
     adapters: Adapters | None = None
+    shorter: str = "lower the load's lengths"
 
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate <= MOST_RATE:
@@ -240,9 +242,8 @@ def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
     """Raises UsageError for objectives that cannot be predicted, and where no option can serve anything."""
     how = (efficiency or load_efficiency()).of(question.runtime, question.release)
     lengths = question.demand.lengths()
-    remedy = "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"
     require_rotary(question.shape, question.model, question.runtime)
-    require_length(question.shape, question.model, lengths.longest, question.runtime, "the load", remedy)
+    require_length(question.shape, question.model, lengths.longest, question.runtime, "the load", question.shorter)
     rows = [
         candidate
         for gpu in question.gpus

@@ -12,7 +12,7 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
-from trtpipe.pipeline.planner.judgement import require_length
+from trtpipe.pipeline.planner.judgement import SHORTER_LOAD, require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import SHARE, smallest_tp
 from trtpipe.pipeline.planner.sizes import LEAST, MAX_NUM_TOKENS, sizes
@@ -38,8 +38,7 @@ def planned_sizes(
     out: dict[str, tuple[Any, str]] = {}
     if "load" in chosen:
         wanted = _of_load(str(chosen["load"][0]))
-        remedy = "choose another --load, or set max_total_tokens in the work of a file of your own"
-        require_length(model, name, wanted.longest, runtime, "the load", remedy)
+        require_length(model, name, wanted.longest, runtime, "the load", SHORTER_LOAD)
         why, longest = f"the plan, for the load {chosen['load'][0]}", min(_blocks(wanted.longest), most)
         out["build.max_seq_len"] = (longest, why)
         out["build.max_input_len"] = (min(_blocks(wanted.longest_input), longest - 1), why)

@@ -18,6 +18,9 @@ from trtpipe.pipeline.planner.efficiency import load_efficiency
 from trtpipe.pipeline.planner.memory import SHARE, Limits, memory, smallest_tp
 from trtpipe.triton_repo.serving import ServingConfig
 
+# Remedy for a load that is too long for a model.
+SHORTER_LOAD = "choose another --load, or set max_total_tokens in the work of a file of your own"
+
 
 def require_length(model: ModelConfig, name: str, longest: int, runtime: str, asked_by: str, remedy: str) -> None:
     """Raises UsageError when sequences of `longest` tokens are more than `runtime` takes of the model `name`."""

@@ -83,7 +83,9 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
          "--disaggregated is 999999999; give a whole number up to 256; see `trtpipe plan --help`"),
         (["--load", "chatt"], "unknown load 'chatt': there is no such file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
-                                     "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),
+                                     "lower --input-tokens"),
+        (["--input-tokens", "9000", "--output-tokens", "9"],
+         "the load asks for sequences of 9009 tokens, llama3-8b takes 8192; lower --input-tokens or --output-tokens"),
     ],
 )  # fmt: skip
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
@@ -132,8 +134,13 @@ def test_plan_says_that_engines_end(run: Run) -> None:
 def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
     done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
     assert "1 x h100 fp8-kv: too slow for one client alone: TTFT p99" in done.out
-    assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
+    assert done.err == (
+        "error: nothing here serves this load within its objectives; see above what each one lacks; "
+        "leave out --tp to compare other numbers of GPUs\n"
+    )
     assert done.status == 2
+    large = run("plan", "--model", "llama3.1-405b", "--gpu", "h100", "--dtype", "bf16")
+    assert large.err == "error: nothing here serves this load; see above what each one lacks\n"
 
 
 def test_a_price_of_a_gpu_that_is_not_compared_is_refused(run: Run) -> None:
