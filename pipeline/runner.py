@@ -278,7 +278,10 @@ def status(spec: BuildSpec, store: Store) -> list[StageStatus]:
         brought = run.find(stage.name, store)
         if brought is not None and brought.origin is not None:
             known[stage.makes] = brought.manifest.content
-            out.append(StageStatus(stage.name, "imported", brought.origin.describe(), brought.path))
+            reason, version = brought.origin.describe(), brought.manifest.record.stage_version
+            if version != stage.version:
+                reason += f"; another version of trtpipe made it ({version}, here {stage.version})"
+            out.append(StageStatus(stage.name, "imported", reason, brought.path))
             continue
         stale = [maker.name for maker in stages if maker.makes in stage.inputs(spec) and maker.makes not in known]
         if stale:

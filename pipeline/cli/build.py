@@ -294,8 +294,9 @@ def export(
       trtpipe export llama3-8b.h100.fp8
       trtpipe export llama3-8b.h100.fp8 -o fp8.tar --sign-key key.pem
     """
-    from trtpipe.pipeline.cli import console, console_progress
+    from trtpipe.pipeline.cli import console, console_build, console_progress
     from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.registry.provenance import statement
     from trtpipe.pipeline.run_folder import require_run
 
     run = require_run(target)
@@ -304,6 +305,7 @@ def export(
     where = "another machine" if spec.sms is None else f"a machine with {spec.gpu.describe()}"
     with console_progress.working("export", target) as progress:
         path = bundle.pack(target, own_store(), place, progress, sign_key=sign_key)
+    console_build.note_other_versions(run, statement(run, own_store()))
     if as_json:
         console.result_json({"file": path, "bytes": path.stat().st_size})
         return
@@ -326,11 +328,13 @@ def import_(
       trtpipe import llama3-8b.h100.fp8.tar
       trtpipe import fp8.tar --trust-key team.pub
     """
-    from trtpipe.pipeline.cli import console, console_progress
+    from trtpipe.pipeline.cli import console, console_build, console_progress
     from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.run_folder import RunFolder
 
     with console_progress.working("import", str(file)) as progress:
         arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
+    console_build.note_other_versions(RunFolder.of(arrived.spec.target))
     if as_json:
         console.result_json({"target": arrived.spec.target, "artefacts": list(arrived.artefacts)})
     else:
@@ -476,10 +480,11 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
     import dataclasses
 
     from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.cli import console_progress
+    from trtpipe.pipeline.cli import console_build, console_progress
     from trtpipe.pipeline.layers import LORA, SCALARS
     from trtpipe.pipeline.registry import export as bundle
     from trtpipe.pipeline.resolve import EXECUTORS
+    from trtpipe.pipeline.run_folder import RunFolder
 
     others = [
         key for key in (*SCALARS, LORA, "recipe", "settings") if options.get(key) is not None and key != "executor"
@@ -495,6 +500,7 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
             arrived = bundle.unpack(Path(name), store, progress, trust_keys=trust_keys)
     else:
         arrived = bundle.imported(name, store)
+    console_build.note_other_versions(RunFolder.of(arrived.spec.target))
     if options["executor"] is None:
         return arrived
     if options["executor"] not in EXECUTORS:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.cli import console
 from trtpipe.pipeline.cli.console_progress import Work, working
 
 if TYPE_CHECKING:
+    from trtpipe.pipeline.run_folder import RunFolder
     from trtpipe.pipeline.runner import StageResult
+
+
+def note_other_versions(run: RunFolder, told: Any = None) -> None:
+    """Print a remark on what another version of trtpipe made of a target, as `outdated` finds it."""
+    from trtpipe.pipeline.registry.provenance import outdated
+
+    if found := outdated(run, told):
+        console.note(found)
 
 
 class BuildReporter:

@@ -44,16 +44,18 @@ def push(
     """
     import shlex
 
-    from trtpipe.pipeline.cli import console, console_progress
+    from trtpipe.pipeline.cli import console, console_build, console_progress
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
+    from trtpipe.pipeline.registry.provenance import statement
     from trtpipe.pipeline.run_folder import require_run
 
     wanted, url = transfer.choose(only), _url(url)
-    require_run(target)
+    run = require_run(target)
     registry = open_registry(url)
     with console_progress.working("push", target) as progress:
         shipped = transfer.push(target, registry, own_store(), wanted, progress, sign_key=sign_key)
+    console_build.note_other_versions(run, statement(run, own_store()))
     if as_json:
         _moved(shipped, url)
         return
@@ -90,6 +92,7 @@ def pull(
     from trtpipe.pipeline.compatibility import examine
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
+    from trtpipe.pipeline.run_folder import RunFolder
     from trtpipe.pipeline.runner import execute
 
     wanted, store, reporter, url = transfer.choose(only), own_store(), console_build.BuildReporter(), _url(url)
@@ -98,6 +101,7 @@ def pull(
         shipped = transfer.pull(
             target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
         )
+    console_build.note_other_versions(RunFolder.of(target))
     arrived, after = shipped.arrived, f"build --from {target}"
     if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
         execute(arrived.spec, store, reporter, given=arrived.artefacts)

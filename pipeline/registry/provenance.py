@@ -22,7 +22,8 @@ from trtpipe.engines.errors import ArtefactRefused, InputDataError, kind_of
 from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.registry.signatures import PAYLOAD_TYPE, sign_statement
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.stages import Stage, stages_of
+from trtpipe.pipeline.stages import STAGES, Stage, stages_of
+from trtpipe.pipeline.stages.package import PACKAGE
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Manifest, Record
 from trtpipe.pipeline.store.store import Store
@@ -71,6 +72,9 @@ def statement(run: RunFolder, store: Store) -> Statement:
     ordered = list(known.values())
     settings = parse_json(json.dumps(spec.settings))  # as a statement in a file has them: lists, no tuples
     times = [entry["annotations"] for entry in ordered]
+    builder: dict[str, Any] = {"id": "urn:trtpipe"}
+    if not _of_other_versions(known):  # else which version built the target is not known
+        builder["version"] = {"trtpipe": __version__}
     return {
         "_type": STATEMENT,
         "subject": _subjects(known),
@@ -82,7 +86,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
                 "resolvedDependencies": _dependencies(known),
             },
             "runDetails": {
-                "builder": {"id": "urn:trtpipe", "version": {"trtpipe": __version__}},
+                "builder": builder,
                 "metadata": {
                     "startedOn": min(entry["startedOn"] for entry in times),
                     "finishedOn": max(entry["finishedOn"] for entry in times),
@@ -91,6 +95,37 @@ def statement(run: RunFolder, store: Store) -> Statement:
             },
         },
     }
+
+
+def outdated(run: RunFolder, told: Any = None) -> str:
+    """A sentence that names what another version of trtpipe made of a target; "" where there is nothing of the kind.
+
+    told  a statement of the target; that which came with it if left out
+    """
+    try:
+        if told is None and (run.path / FILE).is_file():
+            told = read_statement(run.path / FILE)
+        found = [] if told is None else _of_other_versions(stages(told))
+    except (InputDataError, KeyError, TypeError, AttributeError):
+        return ""  # `verify-provenance` says what is wrong with a statement
+    if not found:
+        return ""
+    return (
+        f"another version of trtpipe made the {' and the '.join(found)} of {run.path.name}, and this one makes it "
+        "otherwise: build the target again from its model, since CHANGELOG.md names results that were wrong"
+    )
+
+
+def _of_other_versions(entries: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The artefacts that another version of a stage made, each with both versions. The repository is none of them,
+    because it is made again where it is served."""
+    versions = {stage.name: stage.version for stage in STAGES if stage is not PACKAGE}
+    records = {makes: entry["annotations"]["record"] for makes, entry in entries.items()}
+    return [
+        f"{makes} (version {record['stage_version']} of {record['stage']}, here {versions[record['stage']]})"
+        for makes, record in records.items()
+        if record["stage_version"] != versions.get(record["stage"], record["stage_version"])
+    ]
 
 
 def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> list[str]:

@@ -15,6 +15,42 @@ from tests.unit.cli.conftest import SETTINGS, Run
 from tests.unit.registry.test_signatures import KINDS, write_pair
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.compatibility import Verdict
+from trtpipe.pipeline.stages.convert import CONVERT
+from trtpipe.pipeline.stages.tokenizer import TOKENIZER
+
+
+def test_what_another_version_made_is_named_wherever_it_goes(
+    run: Run, in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--model", str(hf_folder(in_folder / "tiny")), "--gpu", "cpu", "--dtype", "bf16", *SETTINGS)
+    target, shelf, said = "tiny.cpu.bf16", str(tmp_path / "shelf"), "another version of trtpipe made the "
+    with monkeypatch.context() as earlier:
+        for stage in (CONVERT, TOKENIZER):
+            earlier.setattr(type(stage), "version", stage.version - 1)
+        assert run("build", *options).status == 0
+        quiet = [run("push", target, shelf), run("export", target), run("provenance", target)]
+        assert not [done for done in quiet if said in done.err]
+        assert "version" in json.loads(quiet[-1].out)["predicate"]["runDetails"]["builder"]
+    both = (
+        f"{said}tokenizer (version {TOKENIZER.version - 1} of tokenizer, here {TOKENIZER.version}) and the checkpoint "
+        f"(version {CONVERT.version - 1} of convert, here {CONVERT.version}) of {target}, and this one makes it "
+        "otherwise: build the target again from its model"
+    )
+
+    def names_it(*words: str) -> bool:
+        return both in " ".join(run(*words).err.split())
+
+    assert names_it("push", target, shelf)
+    assert names_it("export", target)
+    assert "version" not in json.loads(run("provenance", target).out)["predicate"]["runDetails"]["builder"]
+    shutil.rmtree("runs")
+    for words in (("import", f"{target}.tar"), ("build", "--from", target), ("pull", target, shelf)):
+        assert names_it(*words)
+    assert f"another version of trtpipe made it ({TOKENIZER.version - 1}, here {TOKENIZER.version})" in " ".join(
+        run("status", *options).out.split()
+    )
+    assert run("build", *options).status == 0
+    assert said not in run("push", target, shelf).err
 
 
 def test_a_target_goes_to_a_folder_and_comes_back(
