@@ -12,53 +12,52 @@ import typer
 
 from trtpipe.pipeline.api.plan import USUAL
 from trtpipe.pipeline.cli import completion as complete
-from trtpipe.pipeline.cli.options import FILE, GroupSize, Json
+from trtpipe.pipeline.cli.help import in_section
+from trtpipe.pipeline.cli.options import FILE, GroupSize, Json, hardware_option, model_option, precision_option
+
+_load = in_section("Load")
 
 
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(help="Model: a name of `trtpipe models`, or a folder.", autocompletion=complete.of("models")),
+        model_option("Model: a name of `trtpipe models`, or a folder.", autocompletion=complete.of("models")),
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.", autocompletion=complete.of("gpus"))
+        str, hardware_option("GPUs to compare, of `trtpipe gpus`.", autocompletion=complete.of("gpus"))
     ] = ",".join(USUAL),
     dtype: Annotated[
-        str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
+        str, precision_option("Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
     ] = "auto",
     kv_cache: Annotated[
-        str | None, typer.Option(help="KV cache: none, fp8, int8 or nvfp4; the recipe's if left out.")
+        str | None, precision_option("KV cache: none, fp8, int8 or nvfp4; the recipe's if left out.")
     ] = None,
     group_size: GroupSize = None,
     tp: Annotated[
-        str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")
+        str | None, hardware_option("Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.", "--tp")
     ] = None,
     moe_tp: Annotated[
-        str | None, typer.Option("--moe-tp", help="Numbers of GPUs that divide each expert; all if left out.")
+        str | None, hardware_option("Numbers of GPUs that divide each expert; all if left out.", "--moe-tp")
     ] = None,
     moe_ep: Annotated[
-        str | None, typer.Option("--moe-ep", help="Numbers of GPU groups that divide the experts; 1 if left out.")
+        str | None, hardware_option("Numbers of GPU groups that divide the experts; 1 if left out.", "--moe-ep")
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option(help="Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
+        str | None, hardware_option("Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
     ] = None,
     toolchain: Annotated[
-        str | None, typer.Option(help="Release of TensorRT-LLM to plan for; the default toolchain's if left out.")
+        str | None, hardware_option("Release of TensorRT-LLM to plan for; the default toolchain's if left out.")
     ] = None,
     load: Annotated[
         str | None,
-        typer.Option(help="Load of configs/load, or a YAML file, for its lengths.", autocompletion=complete.of("load")),
+        _load("Load of configs/load, or a YAML file, for its lengths.", autocompletion=complete.of("load")),
     ] = None,
-    input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
-    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, as in `trtpipe bench`.")] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Request rate to serve, in requests/s; sizes the number of GPUs.")
-    ] = None,
-    slo: Annotated[
-        list[str] | None, typer.Option(help="Service level objective: ttft:500ms, tpot:mean<50ms; repeatable.")
-    ] = None,
-    price: Annotated[list[str] | None, typer.Option(help="Price of a GPU per hour: h100=2.5; repeatable.")] = None,
-    reuse: Annotated[bool, typer.Option("--reuse", help="Assume KV-cache reuse of shared prefixes.")] = False,
+    input_tokens: Annotated[str | None, _load("Tokens of a prompt, as in `trtpipe bench`.")] = None,
+    output_tokens: Annotated[str | None, _load("Tokens of an answer, as in `trtpipe bench`.")] = None,
+    rate: Annotated[float | None, _load("Request rate to serve, in requests/s; sizes the number of GPUs.")] = None,
+    slo: Annotated[list[str] | None, _load("Service level objective: ttft:500ms, tpot:mean<50ms; repeatable.")] = None,
+    price: Annotated[list[str] | None, hardware_option("Price of a GPU per hour: h100=2.5; repeatable.")] = None,
+    reuse: Annotated[bool, _load("Assume KV-cache reuse of shared prefixes.", "--reuse")] = False,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Print the effect of single changes to the best option.")
     ] = False,
@@ -67,16 +66,16 @@ def plan(
     ] = None,
     disaggregated: Annotated[
         int | None,
-        typer.Option(
+        hardware_option(
+            "Rank splits of up to so many GPUs of one host into engines for prompts and engines for answers.",
             metavar="GPUS",
-            help="Rank splits of up to so many GPUs of one host into engines for prompts and engines for answers.",
             max=256,  # the splits grow with its square
         ),
     ] = None,
     adapters: Annotated[
-        int | None, typer.Option(help="LoRA adapters that are in the GPU's memory at once; none if left out.")
+        int | None, model_option("LoRA adapters that are in the GPU's memory at once; none if left out.")
     ] = None,
-    adapter_rank: Annotated[int | None, typer.Option(help="Rank of those adapters; 16 if left out.")] = None,
+    adapter_rank: Annotated[int | None, model_option("Rank of those adapters; 16 if left out.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     against: Annotated[
         Path | None,
