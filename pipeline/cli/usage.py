@@ -26,6 +26,8 @@ def describe(error: Any) -> UsageError:
         unknown, known = error.message.split("'")[1], list(context.command.commands)
     dashes = "--" if hasattr(error, "possibilities") else ""
     near = [dashes + name for name in nearest(unknown, known)]
+    if unknown and not dashes and any(f"--{unknown}" in one.opts for one in context.command.params):
+        near = [f"--{unknown}"]
     meant = f" (did you mean {' or '.join(near)}?)" if near else ""
     remedy = help_text
     if unknown and not dashes and not near and any("--target" in one.opts for one in context.command.params):

@@ -322,6 +322,7 @@ def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyP
     [
         (["biuld"], "No such command 'biuld' (did you mean build?); see `trtpipe --help`"),
         (["clean"], "No such command 'clean'; see `trtpipe --help`"),
+        (["version"], "No such command 'version' (did you mean --version?); see `trtpipe --help`"),
         (
             ["settings", "--modle", "x"],
             "No such option: --modle (did you mean --model?); see `trtpipe settings --help`",

@@ -186,7 +186,8 @@ def test_the_first_commands_are_such_as_a_shell_takes(*, keyed: bool) -> None:
     assert shlex.split(generate) == ["trtpipe", "generate", "What is the capital of France?"]
     words = shlex.split(curl)
     assert words[:2] == ["curl", "http://127.0.0.1:9/v1/chat/completions"]
-    assert json.loads(words[-1])["model"] == "it's"
+    body = json.loads(words[-1])
+    assert (body["model"], body["max_tokens"]) == ("it's", 64)
     assert ("Authorization: Bearer $TRTPIPE_API_KEY" in words) is keyed
     other = Served(name="b", repository=Path("/r"))
     assert first_steps(replace(server, served=(*served, other)), served=other)[0].endswith(" --target b")
