@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.support.paths import ROOT
@@ -36,6 +37,16 @@ def test_the_install_for_bench_alone_is_small() -> None:
     # As the packages are; what Python compiles of them comes on top, and is a cache.
     total = sum(path.stat().st_size for path in paths if path.is_file() and path.suffix != ".pyc") / 1e6
     assert 50 < total < MOST_MB
+
+
+def test_the_pythons_that_are_named_are_those_that_an_installer_takes() -> None:
+    """With a later one `uv tool install .` succeeds, and the extra `serve` cannot be installed into it."""
+    found = re.search(r'^requires-python = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    taken = SpecifierSet(found[1])
+    minors = [minor for minor in range(20) if f"3.{minor}" in taken]
+    named = ", ".join(f"3.{minor}" for minor in minors[:-1]) + f" or 3.{minors[-1]}"
+    assert f"Python {named};" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_the_readme_fits_a_terminal() -> None:
