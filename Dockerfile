@@ -4,13 +4,16 @@
 #   docker build --target serve -t trtpipe-serve .     tritonserver and the reference runtime as well
 #   docker run --rm --network host -v "$PWD:/data" -u "$(id -u)" trtpipe-bench trtpipe plan --model llama3-8b
 #
+# The store and the downloads are in /data too: what is in ./runs links into the store, and a user of another number has
+# no folder of its own.
+#
 # BASE is a Debian or Ubuntu with Python 3.11, its shared library, and glibc 2.35 or newer.
 ARG BASE=python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS runtime
 # Ubuntu's and Triton's images have a user of this number.
 RUN useradd --non-unique --uid 1000 --create-home trtpipe && mkdir /data && chown 1000 /data
-ENV PATH=/opt/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 TRTPIPE_HOME=/data/.trtpipe HF_HOME=/data/.trtpipe/huggingface
 WORKDIR /data
 # By number, so that Kubernetes sees that it is not root.
 USER 1000:1000
