@@ -22,17 +22,26 @@ def install_command(extra: str) -> str:
         words = [f"trtpipe[{extra}] @ {origin}"]
     else:
         words = [f"{origin}[{extra}]"]
-        # `uv tool install` and pipx write these into a tool's environment, and make all of it anew.
-        for file, tool in (("uv-receipt.toml", "uv tool install"), ("pipx_metadata.json", "pipx install --force")):
-            if (Path(sys.prefix) / file).exists():
-                kept = ",".join(sorted({extra, *_present()}))
-                return f"{tool} {shlex.quote(f'{origin}[{kept}]')}"
+        if tool := _tool():  # which makes all of its environment anew
+            kept = ",".join(sorted({extra, *_present()}))
+            return f"{tool} {shlex.quote(f'{origin}[{kept}]')}"
     words = ["-e", *words] if origin == str(CLONE) else words
     if not any(
         metadata.distributions(name="pip")
     ):  # looking for the module would make setuptools keep its distutils out
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *words])
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(words)}"
+
+
+def is_tool() -> bool:
+    """Whether this environment is of a tool that uv or pipx keeps."""
+    return bool(_tool())
+
+
+def _tool() -> str:
+    """The command that installs this environment as a tool: uv and pipx write these files into it; "" for another."""
+    kinds = (("uv-receipt.toml", "uv tool install"), ("pipx_metadata.json", "pipx install --force"))
+    return next((command for file, command in kinds if (Path(sys.prefix) / file).exists()), "")
 
 
 def _origin() -> str | None:

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trtpipe.configs.home import default_home
 from trtpipe.engines.backends.base import EngineBackend, Needs
 from trtpipe.engines.errors import HostError
-from trtpipe.engines.extras import CLONE
+from trtpipe.engines.extras import CLONE, is_tool
 
 # Prints the version of a distribution; nothing where it is not installed.
 VERSION = (
@@ -24,7 +25,8 @@ SECONDS = 60.0
 
 
 def beside() -> Path | None:
-    """Python of the environment beside this one, whose folder has this one's name and `-vllm`; None without one."""
+    """Python of the environment beside this one, whose folder has this one's name and `-vllm`, or of `venv-vllm` in
+    TRTPIPE_HOME where uv or pipx keeps trtpipe as a tool; None without one."""
     python = _folder() / "bin" / "python"
     return python if python.is_file() else None
 
@@ -74,6 +76,8 @@ def install_command(needs: Needs) -> str:
 
 
 def _folder() -> Path:
+    if is_tool():  # what lies beside it, uv and pipx take for another tool of theirs
+        return default_home() / "venv-vllm"
     return Path(f"{sys.prefix}-vllm")
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, UsageError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
@@ -30,7 +30,10 @@ class Found(NamedTuple):
 
 
 def find_repository(target: str | None) -> Found:
-    """The repository to serve: of a target in ./runs, in a folder, or of the newest run. Raises UsageError."""
+    """The repository to serve: of a target in ./runs, in a folder, or of the newest run.
+
+    Raises UsageError, or InputDataError for a link that leads nowhere.
+    """
     if target is None:
         links = [link for run in RUNS.glob("*") if (link := run / "repository").is_symlink() or link.is_dir()]
         # A target with broken links sorts first, so the last one is a broken one only where all are.
@@ -46,6 +49,13 @@ def find_repository(target: str | None) -> Found:
     if run is not None:
         return Found(run.path.name, run.linked("repository"), run.path.absolute())
     folder = Path(target)
+    if folder.is_symlink() and not folder.exists():
+        raise InputDataError(
+            f"{target} leads to no repository",
+            why=f"it is a link to {folder.readlink()}, which is not there: the store was moved or removed, or is "
+            "outside this container",
+            remedy=f"where the store is, copy the files themselves: `cp -rL {target} FOLDER`, and name that folder",
+        )
     if (folder / "repository").is_dir():
         return Found(folder.resolve().name, (folder / "repository").resolve(), folder.absolute())
     if (folder / "tensorrt_llm" / "config.pbtxt").is_file():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Outcome, Run, remember, rows
-from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
@@ -204,6 +204,14 @@ def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeyp
     assert find_repository(str(repository)) == ("mine", repository, repository)
     monkeypatch.chdir(repository)
     assert find_repository(".") == ("mine", repository, repository)
+
+
+def test_a_link_that_leads_out_of_a_container_is_told(in_folder: Path) -> None:
+    (in_folder / "runs" / "t").mkdir(parents=True)
+    (in_folder / "runs" / "t" / "repository").symlink_to("/gone/files")
+    for name in ("runs/t/repository", str(in_folder / "runs" / "t" / "repository")):
+        with pytest.raises(InputDataError, match=r"it is a link to /gone/files, which is not there.*`cp -rL "):
+            find_repository(name)
 
 
 def test_the_newest_run_is_served(in_folder: Path) -> None:

