@@ -50,7 +50,7 @@ def guide_refusal(guide: Guide) -> str:
     if size > TEXT_BYTES:
         return f"guided_decoding_guide: it has {size} bytes, at most {TEXT_BYTES} are taken"
     if find_spec("xgrammar") is None:
-        return "guided_decoding_guide: xgrammar is not installed; run `pip install xgrammar`"
+        return "guided_decoding_guide: xgrammar is not installed; `trtpipe doctor` prints the command that installs it"
     return ""
 
 

@@ -55,7 +55,7 @@ def _findings(store: Store) -> Iterator[Finding]:
         state="ok",
         detail=f"{http_streams.capacity()} at once without loss; for more raise {http_streams.SETTING}",
     )
-    yield _packages("reference runtime", ("torch",), "serve")
+    yield _packages("reference runtime", ("torch", "transformers", "xgrammar"), "serve")
     yield _checked("vllm runtime", _vllm)
     yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
     yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")

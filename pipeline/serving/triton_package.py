@@ -87,7 +87,7 @@ def check_numpy() -> None:
         raise HostError(
             f"numpy {version} breaks Triton's Python backend",
             why="models become ready and then return empty tensors",
-            remedy="run `pip install 'numpy<2'`",
+            remedy=f"run `{install_command('serve')}`, which brings an earlier one",
         )
 
 

@@ -85,6 +85,19 @@ def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: py
     assert found["GGUF reader"] == ("missing", f"no torch; run `{install_command('gguf')}`")
 
 
+def test_the_reference_runtime_needs_more_than_torch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "xgrammar":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    missing = ("missing", f"no xgrammar; run `{install_command('serve')}`")
+    assert findings(store)["reference runtime"] == missing
+
+
 @pytest.mark.parametrize(("error", "state"), [(HostError("no server"), "missing"), (StageFailed("odd"), "fault")])
 def test_a_check_that_fails_is_a_finding(
     store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str

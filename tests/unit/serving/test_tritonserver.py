@@ -233,7 +233,7 @@ def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, works
         triton_package.check_numpy()
     assert str(caught.value) == (
         f"numpy {version} breaks Triton's Python backend: models become ready and then return empty tensors; "
-        "run `pip install 'numpy<2'`"
+        f"run `{install_command('serve')}`, which brings an earlier one"
     )
 
 

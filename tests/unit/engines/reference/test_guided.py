@@ -37,6 +37,13 @@ END = 1
 VOCAB = 300
 
 
+def test_a_guide_without_xgrammar_is_refused_with_what_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "find_spec", lambda name: None)
+    assert grammars.guide_refusal(Guide("regex", "a")).endswith(
+        "xgrammar is not installed; `trtpipe doctor` prints the command that installs it"
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB, eos_token_id=END)
