@@ -12,7 +12,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,17 @@ def score_tasks(
     return out
 
 
+def check_task(file: Path) -> Task:
+    """Read a task file, and render the first document of its data, which needs no model. Raises InputDataError where
+    that document does not fit the task, and what `read_task` raises."""
+    task = read_task(file)
+    made = _Prepared(task=task)
+    for where, doc in documents(task.data(file))[:1]:
+        # Stands for a tokenizer: what it makes of a text is judged with the model.
+        made.take(doc, lambda text: [0, *text.encode()], f"{where} does not fit {file}")
+    return task
+
+
 def _mean(values: list[float]) -> tuple[float, float]:
     """Mean and its standard error, from the sample's standard deviation; the error is 0 for one value."""
     mean, count = sum(values) / len(values), len(values)
@@ -123,10 +134,10 @@ class _Prepared:
     """
 
     task: Task
-    golds: list[Any]
-    choices: list[list[str]]
-    continuations: list[Continuation]
-    generations: list[Generation]
+    golds: list[Any] = field(default_factory=list)
+    choices: list[list[str]] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
     listed: bool = False
 
     @classmethod
@@ -142,19 +153,24 @@ class _Prepared:
             ids: list[int] = tokenizer.encode(text).ids
             return ids
 
-        made = cls(task=task, golds=[], choices=[], continuations=[], generations=[])
+        made = cls(task=task)
         for where, doc in documents(task.data(file)):
-            try:
-                longest = made._add(doc, encode)
-            except (ValueError, TypeError, KeyError, SyntaxError) as error:
-                why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                raise InputDataError(f"{where} does not fit {file}", why=why) from None
+            longest = made.take(doc, encode, f"{where} does not fit {file}")
             if longest > limit:
                 raise InputDataError(
                     f"{where} makes {longest} tokens", why=f"the model takes {limit}",
                     remedy="shorten it, or lower generation_kwargs.max_gen_toks",
                 )  # fmt: skip
         return made
+
+    def take(self, doc: dict[str, Any], encode: Callable[[str], list[int]], unfit: str) -> int:
+        """Add the requests of a document; return the length of the longest in tokens. Raises InputDataError, beginning
+        with `unfit`, for a document that does not fit the task."""
+        try:
+            return self._add(doc, encode)
+        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise InputDataError(unfit, why=why) from None
 
     def _add(self, doc: dict[str, Any], encode: Callable[[str], list[int]]) -> int:
         """Add the requests of a document; return the length of the longest in tokens.
@@ -249,7 +265,12 @@ def _are_texts(values: list[Any]) -> bool:
 
 def _choices(doc: dict[str, Any], template: str | None) -> list[str]:
     found = _field(doc, template or "")
-    return list(ast.literal_eval(found) if isinstance(found, str) else found)
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            found = ast.literal_eval(found)
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"doc_to_choice gives {found!r}, which is no list of choices")
+    return list(found)
 
 
 def _pair(context: str, continuation: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:

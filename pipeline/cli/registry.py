@@ -145,14 +145,20 @@ def search(
 
     url = _url(url)
     registry = open_registry(url)
-    found = transfer.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
+    damaged: list[str] = []
+    found = transfer.search(
+        registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain, unread=damaged.append
+    )  # fmt: skip
+    for told in damaged:
+        console.note(told)
     if as_json:
         console.result_json(found)
         return
     if not found:
         there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
         named = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
-        told = f"{url} has no such target; it has: {named}" if there else f"{url} has no targets"
+        none = f"{url} has no targets" + (" that can be read" if damaged else "")
+        told = f"{url} has no such target; it has: {named}" if there else none
         specs = load_gpus().values()
         gpus = [name for one in specs for name in (one.name, *one.aliases)]
         gpus += {f"SM{one.sm}" for one in specs if one.sm is not None}

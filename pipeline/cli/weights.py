@@ -233,8 +233,7 @@ def verify(
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.hf.folder import is_checkpoint
     from trtpipe.pipeline.accuracy import gate, page
-    from trtpipe.pipeline.accuracy.task_files import read_task
-    from trtpipe.pipeline.accuracy.tasks import score_tasks
+    from trtpipe.pipeline.accuracy.tasks import check_task, score_tasks
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
     from trtpipe.pipeline.store.folders import require_place
@@ -251,7 +250,7 @@ def verify(
             require_place(report_dir / name)
     files = tasks or []
     for file in files:  # a mistake in one need not wait for the models
-        read_task(file)
+        check_task(file)
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
         chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
         with console_progress.working("samples", text, announce=False):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
 from trtpipe.engines.files import size_text
@@ -163,15 +164,22 @@ def pull(
 
 def search(
     registry: Registry, *, model: str | None = None, gpu: str | None = None, dtype: str | None = None,
-    toolchain: str | None = None,
+    toolchain: str | None = None, unread: Callable[[str], None] = lambda told: None,
 ) -> list[Found]:  # fmt: skip
-    """The registry's targets whose model, GPU, precision and toolchain contain these words, sorted by name."""
+    """The registry's targets whose model, GPU, precision and toolchain contain these words, sorted by name. `unread` is
+    told of each index that is damaged."""
     out = []
     for name in registry.targets():
         try:
-            index = read_index(name, registry)
-        except (UsageError, InputDataError, ArtefactRefused):
-            continue  # another program's, or another version's, or removed meanwhile
+            found = registry.index(name)
+            if found is None:
+                continue  # another program's
+            index = _checked(found, name, registry)
+        except InputDataError as error:
+            unread(str(error))
+            continue
+        except (UsageError, ArtefactRefused):
+            continue  # another version's, or removed meanwhile
         passport = passport_of(index)
         asked = (
             (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
@@ -189,8 +197,12 @@ def search(
 
 def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ()) -> Index:
     """A target's index, with its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
+    return _checked(registry.index(target), target, registry, trust_keys)
+
+
+def _checked(found: Any, target: str, registry: Registry, trust_keys: Sequence[Path] = ()) -> Index:
     where = f"{target} at {registry.url}"
-    index = check_index(registry.index(target), where, "push")
+    index = check_index(found, where, "push")
     if index["target"] != target:
         raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
     # Version 0.1 also carried repositories.

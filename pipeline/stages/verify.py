@@ -15,8 +15,7 @@ from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.precision import QuantRecipe
 from trtpipe.engines.process import require_torch
 from trtpipe.pipeline.accuracy import gate, page
-from trtpipe.pipeline.accuracy.task_files import read_task
-from trtpipe.pipeline.accuracy.tasks import score_tasks
+from trtpipe.pipeline.accuracy.tasks import check_task, score_tasks
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
@@ -80,7 +79,7 @@ class Verify(Stage):
         files = [Path(file) for file in settings.tasks]
         tasks = {
             f"task {number}": f"{digests.file(file)} {digests.file(data)}"
-            for number, file, data in ((n, file, read_task(file).data(file)) for n, file in enumerate(files))
+            for number, file, data in ((n, file, check_task(file).data(file)) for n, file in enumerate(files))
         }
         return {"heldout": calibration.digest(calibration.HELDOUT, digests), **tasks}
 

@@ -21,7 +21,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.precision import Thresholds
 from trtpipe.pipeline.accuracy import gate, page, tasks
 from trtpipe.pipeline.accuracy.task_files import read_task
-from trtpipe.pipeline.accuracy.tasks import TaskScore, _Prepared, score_tasks
+from trtpipe.pipeline.accuracy.tasks import TaskScore, _Prepared, check_task, score_tasks
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.stages import verify
 
@@ -322,6 +322,19 @@ def test_a_task_that_cannot_be_scored_is_refused_by_name(
         score_tasks([write(CHOICE, docs, **changes)], model, None, log=tmp_path / "log")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_task_is_checked_against_its_first_document_without_a_model(write: Write) -> None:
+    assert check_task(write(CHOICE, DOCS)).task == "colours"
+    for changes, docs, words in (
+        ({"doc_to_choice": "thing"}, DOCS, "doc_to_choice gives 'grass', which is no list of choices"),
+        ({"doc_to_target": "answr"}, DOCS, "'answr' is none of the choices"),
+        ({"doc_to_text": "{{ thing }"}, DOCS, "unexpected '}'"),
+        ({}, [*DOCS, [1]], "is not an object"),
+    ):
+        with pytest.raises(InputDataError) as raised:
+            check_task(write(CHOICE, docs, **changes))
+        assert words in str(raised.value)
 
 
 def test_a_document_is_no_longer_than_the_reference_runtime_takes(model: Path, write: Write, tmp_path: Path) -> None:

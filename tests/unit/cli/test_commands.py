@@ -473,6 +473,12 @@ def test_a_folder_that_holds_nothing(run: Run, in_folder: Path) -> None:
     Path("empty").mkdir()
     assert run("search", "empty").out == "empty has no targets\n"
     assert run("search", "empty", "--gpu", "h100").out == "empty has no targets\n"
+    Path("empty/targets").mkdir()
+    for text in ("", "{", '{"a": 1}'):
+        Path("empty/targets/tiny.cpu.fp32.json").write_text(text)
+        damaged = run("search", "empty")
+        assert (damaged.status, damaged.out) == (0, "empty has no targets that can be read\n")
+        assert f"tiny.cpu.fp32 at {in_folder / 'empty'} is damaged: " in damaged.err
 
 
 def test_what_the_commands_report_is_json_too(
