@@ -303,7 +303,7 @@ class _Session:
                 told=str(error),
             )  # fmt: skip
         if run.rate is None and not self.study.runs:  # the target as it is: there is nothing to compare with
-            minutes = math.ceil(2 * self._seconds / 60)
+            minutes = math.ceil(self._schedule.longer_s / 60)
             raise StageFailed(
                 f"{self.study.target} could not be measured as it is", why=run.told,
                 remedy=f"give --minutes {minutes}, shorter answers (--output-tokens), or an --slo that it can meet",

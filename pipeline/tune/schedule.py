@@ -54,6 +54,11 @@ class Schedule:
         """Seconds of the search for a rate of which nothing is known."""
         return max(POINTS * LEAST_POINT_S, FIRST * self.seconds)
 
+    @property
+    def longer_s(self) -> float:
+        """Seconds of a search whose first measurement has twice the time of this one's."""
+        return 2 * self.first_s / FIRST
+
     def search_s(self, share_s: float, left_s: float, others: int = 0) -> float:
         """Seconds of the search for a rate in a measurement of `share_s`, as far as these leave the time of `others`
         after it and of those that are kept; never fewer than it needs, nor more than are left."""

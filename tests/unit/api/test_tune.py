@@ -109,11 +109,15 @@ def test_the_result_is_a_recipe_with_every_measurement_beside_it(machine: Machin
     assert "preprocessing_instance_count=2" in page
 
 
-def test_a_target_that_cannot_be_measured_itself_is_told_with_the_minutes(machine: Machine, target: str) -> None:
+# The first measurement has 18 s at least, which a tenth of the minutes must exceed to give it more.
+@pytest.mark.parametrize(("minutes", "enough"), [(1, 6), (2, 6), (6, 12), (30, 60)])
+def test_a_target_that_cannot_be_measured_itself_is_told_with_the_minutes(
+    machine: Machine, target: str, minutes: int, enough: int
+) -> None:
     machine.late = "as it is"
-    told = r"could not be measured as it is: its \d+ s were over; give --minutes 60, shorter answers \(--output-"
+    told = rf"measured as it is: its \d+ s were over; give --minutes {enough}, shorter answers \(--output-"
     with pytest.raises(trtpipe.StageFailed, match=told):
-        trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16)
+        trtpipe.tune(target, SLO, input_tokens=32, output_tokens=16, minutes=minutes)
 
 
 def test_after_ctrl_c_the_same_call_goes_on(machine: Machine, target: str) -> None:
