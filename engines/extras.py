@@ -34,7 +34,7 @@ def install_command(extra: str) -> str:
 
 
 def is_tool() -> bool:
-    """Whether this environment is of a tool that uv or pipx keeps."""
+    """Whether uv or pipx installed this environment as a tool."""
     return bool(_tool())
 
 

@@ -269,7 +269,7 @@ def _choices(doc: dict[str, Any], template: str | None) -> list[str]:
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             found = ast.literal_eval(found)
     if not isinstance(found, list | tuple):
-        raise ValueError(f"doc_to_choice gives {found!r}, which is no list of choices")
+        raise ValueError(f"doc_to_choice gives {found!r}, which is not a list of choices")
     return list(found)
 
 

@@ -327,7 +327,7 @@ def test_a_task_that_cannot_be_scored_is_refused_by_name(
 def test_a_task_is_checked_against_its_first_document_without_a_model(write: Write) -> None:
     assert check_task(write(CHOICE, DOCS)).task == "colours"
     for changes, docs, words in (
-        ({"doc_to_choice": "thing"}, DOCS, "doc_to_choice gives 'grass', which is no list of choices"),
+        ({"doc_to_choice": "thing"}, DOCS, "doc_to_choice gives 'grass', which is not a list of choices"),
         ({"doc_to_target": "answr"}, DOCS, "'answr' is none of the choices"),
         ({"doc_to_text": "{{ thing }"}, DOCS, "unexpected '}'"),
         ({}, [*DOCS, [1]], "is not an object"),

@@ -71,31 +71,24 @@ def test_what_a_bare_machine_lacks_has_a_remedy(store: Store) -> None:
     assert found["docker"][1].startswith("Docker cannot be reached at unix://")
 
 
-def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("package", "findings_and_extras"),
+    [("torch", {"reference runtime": "serve", "GGUF reader": "gguf"}), ("xgrammar", {"reference runtime": "serve"})],
+)
+def test_a_package_that_is_missing_names_its_extra(
+    store: Store, monkeypatch: pytest.MonkeyPatch, package: str, findings_and_extras: dict[str, str]
+) -> None:
     real = importlib.metadata.version
 
     def version(name: str) -> str:
-        if name == "torch":
+        if name == package:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = findings(store)
-    assert found["reference runtime"] == ("missing", f"no torch; run `{install_command('serve')}`")
-    assert found["GGUF reader"] == ("missing", f"no torch; run `{install_command('gguf')}`")
-
-
-def test_the_reference_runtime_needs_more_than_torch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "xgrammar":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    missing = ("missing", f"no xgrammar; run `{install_command('serve')}`")
-    assert findings(store)["reference runtime"] == missing
+    for finding, extra in findings_and_extras.items():
+        assert found[finding] == ("missing", f"no {package}; run `{install_command(extra)}`")
 
 
 @pytest.mark.parametrize(("error", "state"), [(HostError("no server"), "missing"), (StageFailed("odd"), "fault")])
