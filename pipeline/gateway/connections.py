@@ -204,6 +204,7 @@ class Connection(HttpToolsProtocol):
         if length or b"transfer-encoding" in fields:
             try:
                 self._body_limit = self._all.admit(self._path(), fields.get(b"authorization", b"").decode("latin-1"))
+                _check_type(fields)
             except Failure as failure:
                 self.refuse(failure)
             self._check_length(length)
@@ -369,3 +370,19 @@ class Connection(HttpToolsProtocol):
             return str(httptools.parse_url(self.url).path.decode("latin-1"))
         except (AttributeError, httptools.HttpParserError):  # no request, or an unanswerable one
             return ""
+
+
+def _check_type(fields: dict[bytes, bytes]) -> None:
+    """Raise Failure 415 for a body that is not said to be JSON, or is compressed.
+
+    A browser lets any page send text to any address, but asks first before it sends JSON.
+    """
+    kind = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    encoding = fields.get(b"content-encoding", b"identity").strip().lower()
+    if kind != b"application/json":
+        what = "send the header 'Content-Type: application/json', with JSON as the body"
+    elif encoding != b"identity":
+        what = "the body is compressed: send it without the header 'Content-Encoding'"
+    else:
+        return
+    raise Failure(415, what, code="unsupported_media_type")

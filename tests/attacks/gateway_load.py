@@ -94,7 +94,7 @@ def _ask(port: int, method: str, path: str, body: bytes) -> float:
     start = time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request(method, path, body, {"Authorization": f"Bearer {KEY}"})
+        connection.request(method, path, body, _headers(KEY))
         answer = connection.getresponse()
         answer.read(1)
         if answer.status != 200:
@@ -145,7 +145,7 @@ def _one_body(port: int, path: str, body: bytes, key: str = KEY) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     while True:
         try:
-            connection.request("POST", path, body, {"Authorization": f"Bearer {key}"})
+            connection.request("POST", path, body, _headers(key))
             connection.getresponse().read()
         except (OSError, http.client.HTTPException):
             connection.close()
@@ -161,8 +161,13 @@ def _raw(port: int, head: bytes, piece: bytes, most: int = BODY_BYTES) -> None:
             connection.recv(1 << 16)
 
 
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
 def _head(lines: str = "", key: str = KEY) -> bytes:
-    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n{lines}".encode()
+    fixed = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    return f"POST {CHAT} HTTP/1.1\r\n{fixed}{lines}".encode()
 
 
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"

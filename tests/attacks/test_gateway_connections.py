@@ -31,6 +31,7 @@ from trtpipe.pipeline.gateway import connections
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 HELLO = json.dumps(chat()).encode()
+JSON = "Content-Type: application/json"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def keys(tmp_path: Path) -> Path:
 
 def head(*lines: str, key: str = "the-key", method: str = "POST", path: str = CHAT) -> bytes:
     return "\r\n".join(
-        [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *lines, "", ""]
+        [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", JSON, *lines, "", ""]
     ).encode()
 
 
@@ -330,7 +331,7 @@ def test_slow_bodies_cannot_take_all_memory_nor_anybody_s_turn(folder: Path, mon
                 await one.send(head("Content-Length: 900000") + b" " * (500_000 + 10_000 * number))
             # They are 5.5 MB together: the largest have to go, whenever 4 MB are reached, until a quarter is free.
             answers = [asyncio.ensure_future(one.answer()) for one in slow]
-            assert (await client.post(CHAT, content=HELLO)).status_code == 200
+            assert (await client.post(CHAT, json=chat())).status_code == 200
             await until(lambda: sum(answer.done() for answer in answers) >= 2)
             assert {answer.result()[0] for answer in answers if answer.done()} == {429}
             left = next(place for place, answer in enumerate(answers) if not answer.done())

@@ -191,7 +191,7 @@ def test_random_requests_are_answered(folder: Path, capfd: pytest.CaptureFixture
 
         async def one_client() -> None:
             for path, body in requests:
-                answer = await client.post(path, content=body)
+                answer = await client.post(path, content=body, headers={"content-type": "application/json"})
                 check(path, body, answer)
                 statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
 

@@ -18,7 +18,7 @@ from trtpipe.pipeline.gateway.supervisor import Gateway
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
-KEY = {"authorization": f"Bearer {gateway_load.KEY}"}
+KEY = {"authorization": f"Bearer {gateway_load.KEY}", "content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")

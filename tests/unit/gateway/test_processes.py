@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -49,9 +48,9 @@ def test_workers_share_a_port_are_replaced_and_end(folder: Path, tmp_path: Path)
         while gateway.pids[0] == killed:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        asked = json.dumps(chat("in confidence"))
+        asked = chat("in confidence")
         for _ in range(5):
-            answer = httpx.post(f"{gateway.url}{CHAT}", content=asked, trust_env=False, timeout=20)
+            answer = httpx.post(f"{gateway.url}{CHAT}", json=asked, trust_env=False, timeout=20)
             assert answer.status_code == 503
     finally:
         gateway.stop()

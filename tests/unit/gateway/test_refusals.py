@@ -19,6 +19,8 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.gateway.app import build
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 
+JSON = {"content-type": "application/json"}
+
 # A gateway makes prompts in processes of its own.
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
 
@@ -101,7 +103,7 @@ def test_a_request_that_cannot_be_answered_is_refused_by_name(
 ) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await client.post(CHAT, content=content)
+        answer = await client.post(CHAT, content=content, headers=JSON)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -144,12 +146,33 @@ def test_completions_refuse_what_they_cannot_do(folder: Path) -> None:
             ({"prompt": "x", "messages": []}, "messages"),
         ]
         for fields, param in cases:
-            answer = await client.post(TEXT, content=json.dumps({"model": "llama", **fields}))
+            answer = await client.post(TEXT, json={"model": "llama", **fields})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), fields
         neutral: dict[str, Any] = {"suffix": None, "echo": False, "best_of": 1, "logit_bias": {}, "user": "me", "n": 1}
         assert (await client.post(TEXT, json={"model": "llama", "prompt": "x", **neutral})).status_code == 200
         pair = {"model": "llama", "prompt": "\U0001f600", "stop": "\U0001f600"}  # escaped, it is two surrogates
-        assert (await client.post(TEXT, content=json.dumps(pair))).status_code == 200
+        assert (await client.post(TEXT, content=json.dumps(pair), headers=JSON)).status_code == 200
+
+    ask(saying(folder, "x"), folder, scenario)
+
+
+@pytest.mark.parametrize(
+    ("headers", "telling"),
+    [
+        ({}, "send the header 'Content-Type: application/json'"),
+        ({"content-type": "text/plain"}, "send the header 'Content-Type: application/json'"),
+        ({"content-type": "application/json; charset=utf-8", "content-encoding": "gzip"}, "the body is compressed"),
+    ],
+)
+def test_a_body_that_is_not_said_to_be_json_is_refused(folder: Path, headers: dict[str, str], telling: str) -> None:
+    """A browser sends text from any page to any address, without asking first."""
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        answer = await client.post(CHAT, content=json.dumps(chat()), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert telling in answer.json()["error"]["message"]
+        said = {"content-type": "application/JSON ; charset=utf-8", "content-encoding": "identity"}
+        assert (await client.post(CHAT, content=json.dumps(chat()), headers=said)).status_code == 200
 
     ask(saying(folder, "x"), folder, scenario)
 
