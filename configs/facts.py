@@ -15,7 +15,7 @@ from trtpipe import configs
 from trtpipe.configs.home import default_home
 from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
 from trtpipe.engines.errors import UsageError, nearest, suggestion
-from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.gpu import GpuSpec, Measured
 from trtpipe.engines.hf.folder import parse_model_config, read_model_config
 from trtpipe.engines.hf.stored import Stored, parse_stored, read_stored
 from trtpipe.engines.model_config import ModelConfig
@@ -134,8 +134,24 @@ def _gpus(known: list[Path], measured: list[Path], own: list[Path]) -> dict[str,
         if before:
             build(GpuSpec, before, where)  # a mistake in it is told by its own name
         raw[name] = (str(path), {**before, **facts})
-    gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
+    gpus = []
+    for where, facts in raw.values():
+        gpu = build(GpuSpec, facts, where)
+        _check_figures(gpu, where)
+        if gpu.measured:
+            _check_figures(gpu.measured, f"{where}: measured")
+        gpus.append(gpu)
     return {gpu.name: gpu for gpu in gpus}
+
+
+def _check_figures(facts: GpuSpec | Measured, where: str) -> None:
+    """Raise ConfigError for a figure that is not above zero."""
+    figures = {name: value for name, value in vars(facts).items() if isinstance(value, (int, float))}
+    figures |= {f"tflops.{kind}": value for kind, value in facts.tflops.items()}
+    for name, value in figures.items():
+        if value <= 0:
+            remedy = "leave out a figure that is not known"
+            raise ConfigError(f"{where}: {name}", why=f"{value:g} is not above zero", remedy=remedy)
 
 
 def find_gpu(name: str) -> GpuSpec:

@@ -101,6 +101,24 @@ def test_a_file_of_one_s_own_adds_a_gpu_and_prices_a_known_one(tmp_path: Path) -
         load_gpus(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bandwidth_gbs: 0", r"h100\.yaml: bandwidth_gbs: 0 is not above zero; leave out a figure that is not known"),
+        ("price_per_hour: -2", r"h100\.yaml: price_per_hour: -2 is not above zero"),
+        ("tflops: {fp16: -5}", r"h100\.yaml: tflops\.fp16: -5 is not above zero"),
+        (
+            "measured: {date: x, host: x, driver: x, bandwidth_gbs: 1, tflops: {fp8: 0}}",
+            r"h100\.yaml: measured: tflops\.fp8: 0 is not above zero",
+        ),
+    ],
+)
+def test_a_figure_that_is_not_above_zero_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "h100.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_gpus(tmp_path)
+
+
 def test_a_model_s_shapes_are_known_without_it(tmp_path: Path) -> None:
     for name in load_models():
         assert find_shape(name)[1].hidden_size > 0
