@@ -74,6 +74,11 @@ class ArtefactRefused(TrtpipeError):
     exit_code = 6
 
 
+def malformed(error: Exception) -> str:
+    """Why a document of known form cannot be read, from what its reader raised."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+
+
 def kind_of(value: object) -> str:
     """The kind of a value that JSON or YAML held, with its article."""
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (

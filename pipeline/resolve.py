@@ -17,7 +17,7 @@ from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.build_config import LORA as LORA_SETTINGS
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.split import check_expert_groups
-from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.errors import InputDataError, UsageError, malformed, suggestion
 from trtpipe.engines.hf.adapter import Adapter, read_adapter, require_rank
 from trtpipe.engines.lora_arrays import MODULES, require_type, whole_groups
 from trtpipe.engines.model_config import ModelConfig
@@ -204,7 +204,7 @@ def read_spec(value: Any, where: str) -> BuildSpec:
     try:
         return resolve([("export", value["settings"])], model=ModelRef.from_json(value["model"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputDataError(f"{where} is damaged", why=f"{type(error).__name__}: {error}") from None
+        raise InputDataError(f"{where} is damaged", why=malformed(error)) from None
 
 
 def _shape(name: str, *, required: bool) -> ModelConfig | None:

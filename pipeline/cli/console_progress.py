@@ -99,7 +99,8 @@ class _Lines(Work):
 
     def tell(self, ended: threading.Event) -> None:
         while not ended.wait(PERIOD_S):
-            console.note(f"{self.line()}, for {duration(time.monotonic() - self._step_began)} now")
+            spent = time.monotonic() - self._step_began
+            console.note(self.line() + (f", for {duration(spent)} now" if spent >= 1 else ""))
 
 
 # The work that is shown. One piece of work runs at a time.

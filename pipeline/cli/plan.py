@@ -43,7 +43,8 @@ def plan(
         str | None, hardware_option("Numbers of GPU groups that divide the experts; 1 if left out.", "--moe-ep")
     ] = None,
     runtime: Annotated[
-        str | None, hardware_option("Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
+        str | None,
+        hardware_option("Runtime: tensorrt_llm, trtllm_pytorch, vllm; `trtpipe config`'s, else tensorrt_llm."),
     ] = None,
     toolchain: Annotated[
         str | None, hardware_option("Release of TensorRT-LLM to plan for; the default toolchain's if left out.")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe import __version__
-from trtpipe.engines.errors import ArtefactRefused, InputDataError, kind_of
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, kind_of, malformed
 from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.registry.signatures import PAYLOAD_TYPE, sign_statement
 from trtpipe.pipeline.run_folder import RunFolder
@@ -149,7 +149,7 @@ def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> lis
             if said != given:
                 raise ArtefactRefused("the provenance does not hold", why=f"its {what} are not those of its stages")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputDataError("this is not provenance of trtpipe", why=f"{type(error).__name__}: {error}") from None
+        raise InputDataError("this is not provenance of trtpipe", why=malformed(error)) from None
     for makes, known in entries.items():
         if makes not in found:
             raise ArtefactRefused(f"the provenance says nothing of the {makes}")
@@ -329,7 +329,7 @@ def unwrapped(told: Any) -> Statement:
     try:
         found = parse_json(base64.b64decode(told["payload"], validate=True)) if is_envelope(told) else told
     except (KeyError, TypeError, ValueError) as error:
-        raise InputDataError("the provenance is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
+        raise InputDataError("the provenance is a damaged envelope", why=malformed(error)) from None
     if not isinstance(found, dict):
         raise InputDataError("this is not provenance of trtpipe", why=f"it is {kind_of(found)}")
     return found

@@ -234,8 +234,16 @@ def test_what_came_is_not_told_of_a_target_that_is_built_without_it(
 
 
 @pytest.mark.parametrize(
-    "told", [{}, [], None, {"predicate": None}, {"predicate": {}}, {"predicate": {"runDetails": {"byproducts": [{}]}}}]
+    ("told", "why"),
+    [
+        ({}, "it lacks 'predicate'"),
+        ([], "TypeError"),
+        (None, "TypeError"),
+        ({"predicate": None}, "TypeError"),
+        ({"predicate": {}}, "it lacks 'runDetails'"),
+        ({"predicate": {"runDetails": {"byproducts": [{}]}}}, "it lacks 'name'"),
+    ],
 )
-def test_what_is_no_statement(told: Any) -> None:
-    with pytest.raises(InputDataError, match="this is not provenance of trtpipe"):
+def test_what_is_no_statement(told: Any, why: str) -> None:
+    with pytest.raises(InputDataError, match=f"this is not provenance of trtpipe: {why}"):
         provenance.check_chain(told)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, malformed
 from trtpipe.engines.files import file_in
 from trtpipe.pipeline.bench.compare.importers import (
     aiperf,
@@ -201,6 +201,6 @@ def _readable(file: Path, tool: _Tool) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise InputDataError(
             f"{file} looks like a result of {tool.NAME} but cannot be read",
-            why=f"{type(error).__name__}: {error}"[:400],
+            why=malformed(error)[:400],
             remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
         ) from None

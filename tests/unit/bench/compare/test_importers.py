@@ -337,7 +337,7 @@ def copied(folder: Path, line: Callable[[dict[str, Any]], Any] = lambda line: li
         (lambda line: 5, r"line 1 of .* is not a JSON object: it holds a number; measure again, or remove"),
         (
             lambda line: {"metadata": line["metadata"]},
-            "of aiperf but cannot be read: KeyError: 'metrics'",
+            "of aiperf but cannot be read: it lacks 'metrics'",
         ),
         (
             lambda line: None,
