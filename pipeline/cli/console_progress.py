@@ -99,8 +99,7 @@ class _Lines(Work):
 
     def tell(self, ended: threading.Event) -> None:
         while not ended.wait(PERIOD_S):
-            spent = time.monotonic() - self._step_began
-            console.note(self.line() + (f", for {duration(spent)} now" if spent >= 1 else ""))
+            console.note(f"{self.line()}, for {duration(time.monotonic() - self._step_began)} now")
 
 
 # The work that is shown. One piece of work runs at a time.
