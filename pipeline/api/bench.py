@@ -88,7 +88,7 @@ class BenchArguments(TypedDict, total=False):
     """
 
     server: str | None
-    protocol: str | None
+    protocol: str | Sequence[str] | None
     model: str | None
     grpc_url: str | None
     http_url: str | None
@@ -182,7 +182,7 @@ def _for_adapter(client: Client, arguments: BenchArguments) -> BenchArguments:
     """The arguments of a benchmark of a client's adapter, which only the OpenAI API names. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
 
-    protocol = arguments.get("protocol") or "completions"
+    protocol = _joined(arguments.get("protocol")) or "completions"
     if not {*protocol.split(",")} <= {"completions", "chat"}:
         raise UsageError(
             f"protocol {protocol} measures the model without the adapter {client.adapter}",
@@ -283,7 +283,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
     tokenizer = None if ask.tokenizer is None else file_in(Path(ask.tokenizer), "tokenizer.json")
     named = {"grpc": ask.grpc_url, "http": ask.http_url, "chat": ask.openai_url}
-    protocol = ask.protocol or ",".join([name for name, url in named.items() if url] or ("grpc", "http"))
+    protocol = _joined(ask.protocol) or ",".join([name for name, url in named.items() if url] or ("grpc", "http"))
     if ask.connections > 1 and "grpc" not in protocol.split(","):
         raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
     if ask.connections > 1 and ask.transport == "tritonclient":
@@ -449,7 +449,7 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.store.store import Store
 
-    found = servers.find_running(Store(default_home()), server)
+    found = servers.find_running(Store(default_home()), server, target)
     return found, found.find(target)
 
 
@@ -514,6 +514,11 @@ def _urls(server: Server) -> dict[str, str | None]:
     points = server.endpoints
     triton = (None, None) if server.native else (points.grpc_url, points.http_url)
     return {"grpc": triton[0], "http": triton[1], "completions": openai, "chat": openai}
+
+
+def _joined(words: str | Sequence[str] | None) -> str:
+    """A list as the command takes it, with commas."""
+    return words or "" if words is None or isinstance(words, str) else ",".join(words)
 
 
 def _targets(

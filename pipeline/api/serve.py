@@ -50,7 +50,8 @@ class Client:
     def __init__(
         self, target: str | Path | None = None, *, server: str | None = None, adapter: str | None = None
     ) -> None:
-        """Find the running server of that name, or the only one, and its target of that name, or the only one.
+        """Find the running server of that name, or the only one (of several the only one that serves `target`), and
+        its target of that name, or the only one.
 
         adapter  LoRA adapter that answers; the model alone if left out
 
@@ -61,8 +62,9 @@ class Client:
         from trtpipe.pipeline.serving.servers import find_running
         from trtpipe.pipeline.store.store import Store
 
-        self._server: Server = find_running(Store(default_home()), server)
-        self._served: Served = self._server.find(None if target is None else str(target))
+        name = None if target is None else str(target)
+        self._server: Server = find_running(Store(default_home()), server, name)
+        self._served: Served = self._server.find(name)
         self._adapter = adapter
         if adapter is not None and self._server.gateway_url is None:
             raise UsageError(

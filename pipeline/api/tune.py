@@ -53,7 +53,8 @@ def tune(
 
     Every measurement is kept in ./runs/TARGET/tune, and the same call goes on with those of an interrupted one.
     Where no change could be measured, the study has no winner, and its state is "no answer"; where the best gain is
-    less than twice its error, or that is not known, it is "undecided". Neither has a recipe.
+    less than twice its error, or that is not known, or time was over before a rate that decides was found, it is
+    "undecided". Neither has a recipe.
     Raises UsageError, HostError, and what building, serving or measuring the target as it is raises. Ctrl-C leaves
     the result of what was measured.
     """
@@ -182,10 +183,7 @@ class _Session:
 
     def score(self, candidate: Candidate, number: int, repeat: int) -> Score:
         """See search.Measure."""
-        from trtpipe.pipeline.tune.search import Score
-
-        run = self._measure(candidate, number, repeat)
-        return Score(run.rate, broken=not run.report)
+        return self._measure(candidate, number, repeat).score
 
     def time_for(self, measurements: int, candidate: Candidate, number: int, repeat: int) -> bool:
         """See search.TimeFor."""
@@ -216,13 +214,13 @@ class _Session:
 
     def best_so_far(self) -> Winner | None:
         """The winner of an interrupted search, from what it has measured."""
-        from trtpipe.pipeline.tune.search import OutOfTime, Score, search
+        from trtpipe.pipeline.tune.search import OutOfTime, search
 
         def again(candidate: Candidate, number: int, repeat: int) -> Score:
             found = self.study.find(candidate, number, repeat)
             if found is None:
                 raise OutOfTime
-            return Score(found.rate, broken=not found.report)
+            return found.score
 
         return search(self.candidates, again, self.time_for) if self.study.runs else None
 

@@ -113,5 +113,5 @@ def _served(server: str | None, target: str | None) -> tuple[Store, Server, Serv
     from trtpipe.pipeline.serving.servers import find_running
 
     store = own_store()
-    running = find_running(store, server)
+    running = find_running(store, server, target)
     return store, running, running.find(target)

@@ -122,7 +122,7 @@ ServerName = Annotated[
 AdapterName = Annotated[
     str | None, typer.Option("--adapter", help="LoRA adapter to answer with, of `trtpipe lora list`.")
 ]
-TargetName = Annotated[str | None, typer.Option("--target", help="Target of that server, where it has several.")]
+TargetName = Annotated[str | None, typer.Option("--target", help="Target to ask, where several are served.")]
 
 
 TrustOrigin = Annotated[

@@ -63,6 +63,10 @@ class Served:
         """Whether it was served from the run folder `run`. By name alone in records of earlier versions."""
         return self.name == run.name if self.source is None else self.source.resolve() == run.resolve()
 
+    def called(self, name: str | None) -> bool:
+        """Whether `name` is a name of this one, or of a folder of that name such as runs/NAME."""
+        return name is not None and Path(name).name in (self.name, self.target)
+
     @property
     def target(self) -> str:
         """Name of the target that is served now: `reload` may have loaded another one than the server's."""
@@ -145,7 +149,7 @@ class Server:
                 )
             return self.served[0]
         for served in self.served:
-            if Path(name).name in (served.name, served.target):  # a folder such as runs/<target>
+            if served.called(name):
                 return served
         raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
 
@@ -282,7 +286,7 @@ def find_running(store: Store, name: str | None, target: str | None = None) -> S
     UsageError."""
     servers = [server for server in running(store) if name in (None, server.name)]
     if len(servers) > 1:
-        servers = [one for one in servers if target in {served.target for served in one.served}] or servers
+        servers = [one for one in servers if any(served.called(target) for served in one.served)] or servers
     if not servers:
         raise none_running(store, name)
     if len(servers) > 1:

@@ -32,10 +32,14 @@ CLOSE = 0.05
 @dataclass(frozen=True)
 class Score:
     """Result of one measurement: requests/s within the objectives, 0 where no rate met them; None where that is not
-    known, since the candidate is broken (it could not be built or served) or the time of the measurement was over."""
+    known, since the candidate is broken (it could not be built or served) or the time of the measurement was over.
+
+    at_least  whether time was over before a rate was too high: the highest may be above `rate`
+    """
 
     rate: float | None
     broken: bool = False
+    at_least: bool = False
 
 
 # (candidate, number of the round, number of the repeat) -> score
@@ -57,7 +61,8 @@ class Winner:
     gain       of it over the target as it is, as a share; None where that was not comparable
     error      standard error of the gain, as a share too; None where one of both was measured once
     complete   false when time was over before the last round
-    proven     false where the gain is more than CLOSE, but less than twice its error, or that is not known
+    proven     false where the gain is more than CLOSE, but less than twice its error, or that is not known, or the
+               target as it is may have a higher rate; where nothing gained, false if a change may have a higher rate
     """
 
     candidate: Candidate
@@ -84,6 +89,8 @@ def most_measurements(candidates: int) -> int:
 
 
 Scores = dict[Candidate, list[tuple[int, float]]]
+# Candidates and rounds of which a measurement says no more than that the rate is reached.
+Reached = set[tuple[Candidate, int]]
 
 
 def search(
@@ -92,12 +99,15 @@ def search(
     """Find the best of as many `changes` as there is time for, and of their combinations. `measure` may raise
     OutOfTime."""
     scores: Scores = {}
+    reached: Reached = set()
     unknown: dict[Candidate, int] = {}  # the last round in which the time of a measurement was over
 
     def score(one: Candidate, number: int, repeat: int = 0) -> None:
         found = measure(one, number, repeat)
         if found.rate is not None:
             scores.setdefault(one, []).append((number, found.rate))
+            if found.at_least:
+                reached.add((one, number))
         elif not found.broken:
             unknown[one] = number
 
@@ -120,7 +130,7 @@ def search(
             field.append(one)
             score(one, 0)
         while len(field) > 1:
-            following = _next(field, scores, unknown, number)
+            following = _next(field, scores, reached, unknown, number)
             if not following or not time_for(1 + len(following) + KEPT, AS_IT_IS, number + 1, 0):
                 break
             field, number = following, number + 1
@@ -128,23 +138,24 @@ def search(
                 if fits(one, number):  # the measurements before it may have taken longer than they should
                     score(one, number)
     except OutOfTime:
-        return _winner(scores, complete=False)
+        return _winner(scores, reached, complete=False)
     with contextlib.suppress(OutOfTime):
         for one in [one for one in unknown if one not in scores]:
             if fits(one, number, ONCE_MORE):
                 score(one, number, ONCE_MORE)
         _repeat(scores, score)
-    return _winner(scores, complete=True)
+    return _winner(scores, reached, complete=True)
 
 
 def _next(
-    field: list[Candidate], scores: Scores, unknown: dict[Candidate, int], number: int
+    field: list[Candidate], scores: Scores, reached: Reached, unknown: dict[Candidate, int], number: int
 ) -> list[Candidate]:  # fmt: skip
     """The candidates of the round after `number`: the better half, and what the best make together. One whose time was
-    over counts as much as the target as it is: the next round measures longer."""
+    over counts at least as much as the target as it is: the next round measures longer."""
     base = rated(scores[AS_IT_IS]) if AS_IT_IS in scores else 0.0
     worth = {one: base for one in field if unknown.get(one) == number}
     worth |= {one: rated(scores[one]) for one in field if scores.get(one, [(-1, 0.0)])[-1][0] == number}
+    worth |= {one: max(base, rate) for one, rate in worth.items() if (one, number) in reached}
     able = sorted(worth, key=lambda one: -worth[one])
     kept = able[: math.ceil(len(field) / 2)]
     if number < 2 and len(field) > 1:
@@ -183,7 +194,7 @@ def _longest(found: Sequence[tuple[int, float]]) -> list[float]:
     return [rate for number, rate in found if number == last]
 
 
-def _winner(scores: Scores, *, complete: bool) -> Winner:
+def _winner(scores: Scores, reached: Reached, *, complete: bool) -> Winner:
     """The best of those measured longest; the target as it is where none is better by more than CLOSE."""
     if not scores:
         return Winner(candidate=AS_IT_IS, gain=None, complete=complete)
@@ -194,12 +205,14 @@ def _winner(scores: Scores, *, complete: bool) -> Winner:
     last = {one: rated(found) for one, found in scores.items() if one.changes and found[-1][0] == longest}
     gaining = {one: rate for one, rate in last.items() if base is None or rate > base * (1 + CLOSE)}
     if not gaining:
-        return Winner(candidate=AS_IT_IS, gain=0.0, complete=complete)
+        proven = not any((one, longest) in reached for one in last)
+        return Winner(candidate=AS_IT_IS, gain=0.0, complete=complete, proven=proven)
     # One that was measured again comes before one that may have been lucky once.
     best = max(gaining, key=lambda one: (len(_longest(scores[one])) > 1, gaining[one]))
     error = _error(_longest(scores[best]), _longest(beside)) if beside else None
     gain = gaining[best] / base - 1 if base else None
     proven = gain is None or (error is not None and gain > 2 * error)
+    proven &= not (beside and (AS_IT_IS, max(number for number, _ in beside)) in reached)
     return Winner(candidate=best, gain=gain, complete=complete, error=error, proven=proven)
 
 

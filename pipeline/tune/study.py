@@ -17,7 +17,7 @@ from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.tune.candidates import Candidate
-from trtpipe.pipeline.tune.search import CLOSE, Winner
+from trtpipe.pipeline.tune.search import CLOSE, Score, Winner
 
 SCHEMA = "trtpipe.tune/1"
 # How the benchmark's search says that nothing meets the objectives; otherwise it was cut short.
@@ -66,6 +66,11 @@ class Run:
     told: str = ""
     points: tuple[Point, ...] = ()
     report: str = ""
+
+    @property
+    def score(self) -> Score:
+        """What it says to the search."""
+        return Score(self.rate, broken=not self.report, at_least=bool(self.rate) and self.interval[1] is None)
 
     @property
     def best(self) -> Point | None:
@@ -136,7 +141,8 @@ class Study:
     left      candidates that have no result, and why
     remedy    what to do where no change has a result; "" where more time does not help
     state     complete; out of time, before all candidates were measured; undecided, since the gain is within twice its
-              error, or that is not known; no answer, since no candidate was measured; or interrupted
+              error, or that is not known, or a highest rate was not found in time; no answer, since no candidate was
+              measured; or interrupted
     price     of the target's GPUs for an hour, if known
     """
 
@@ -212,6 +218,9 @@ class Study:
         if self.winner is None or not compared:
             return "nothing but the target as it is was measured" + (f"; {self.remedy}" if self.remedy else "")
         cut = "" if self.winner.complete else "; time was over before the last round"
+        remedy = f"; {self.remedy}, or a quieter machine" if self.remedy else ""
+        if not self.winner.candidate.changes and not self.winner.proven:
+            return f"not decided: time was over before the highest rate of each change was found{remedy}"
         if not self.winner.candidate.changes:
             of = f"of {compared} change{'s' * (compared != 1)} measured"
             return f"the target serves best as it is: {of}, none gains more than {CLOSE:.0%}{cut}"
@@ -219,8 +228,9 @@ class Study:
         error = "" if self.winner.error is None else f" ± {self.winner.error:.0%}"
         gain = "" if self.winner.gain is None else f", {self.winner.gain:+.0%}{error} over the target as it is"
         if not self.winner.proven:
-            remedy = f"; {self.remedy}, or a quieter machine" if self.remedy else ""
             why = "with an unknown error" if self.winner.error is None else "less than twice its error"
+            if self.winner.error is not None and (self.winner.gain or 0.0) > 2 * self.winner.error:
+                why = "but time was over before the target's highest rate was found"
             return f"not decided: {self.winner.candidate.name}{gain}, {why}{remedy}"
         return f"{self.winner.candidate.name}: {rate:.4g} {self.unit} within the objectives{gain}{cut}"
 

@@ -258,6 +258,13 @@ def test_a_measurement_is_not_lost_where_the_engine_s_gpu_or_passport_is_gone(
     assert measured().target == "b"
 
 
+@pytest.mark.parametrize("protocol", ["grpc,http", ["grpc", "http"]])
+def test_protocols_are_a_text_or_a_list(protocol: Any) -> None:
+    given: dict[str, Any] = {"concurrency": 1, "requests": 1, "tokenizer": "tokenizer.json"}
+    options, _ = checked(choose)(grpc_url="a:1", http_url="a:2", protocol=protocol, **given)
+    assert [(one.protocol, one.url) for one in options.targets] == [("grpc", "a:1"), ("http", "a:2")]
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     one, two, several = np.int64(1), np.int32(2), np.array([1, 4])
     given: dict[str, Any] = {"concurrency": several, "requests": np.int64(8), "seed": np.int64(3)}
@@ -277,7 +284,7 @@ def test_a_benchmark_of_an_adapter_names_it(monkeypatch: pytest.MonkeyPatch) -> 
         raise ArithmeticError
 
     monkeypatch.setattr(api, "choose", choose)
-    for given in ({}, {"protocol": "chat", "openai_model": None, "server": "s"}):
+    for given in ({}, {"protocol": ["chat"], "openai_model": None, "server": "s"}):
         with pytest.raises(ArithmeticError):
             api.bench.__wrapped__(client, **given)  # type: ignore[attr-defined]
     assert asked == [

@@ -85,7 +85,7 @@ UNCHECKED = {"Any", "Artefact", "Progress", "Reporter"}
         (trtpipe.bench, {"connections": "2"}, "connections", WHOLE),
         (trtpipe.bench, {"requests": 1.5}, "requests", WHOLE),
         (trtpipe.bench, {"slo": [2]}, "slo", 'give a text or a list of texts, such as "ttft:p99<200ms"'),
-        (trtpipe.bench, {"protocol": 1}, "protocol", TEXT),
+        (trtpipe.bench, {"protocol": 1}, "protocol", "give a text or a list of texts"),
         (trtpipe.bench, {"tokenizer": 1}, "tokenizer", PATH),
         (trtpipe.bench, {"load": 1}, "load", PATH),
         (trtpipe.bench, {"sampling": "top_p"}, "sampling", 'give a mapping, such as {"top_p": 0.9}'),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import trtpipe
 from tests.unit.cli.conftest import Outcome, Run, remember, rows
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
@@ -235,7 +236,8 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     with pytest.raises(UsageError) as caught:
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one with --server: a, b"
-    assert find_running(store, None, "b").name == "b"
+    assert find_running(store, None, "b").name == find_running(store, None, "runs/b").name == "b"
+    assert trtpipe.Client("b").server == "b"
     with pytest.raises(UsageError, match="several servers are running"):
         find_running(store, None, "another")
     for words in (["generate", "Hello", "--server", "c"], ["lora", "list", "--server", "c"], ["stop", "c"]):

@@ -122,6 +122,32 @@ def test_a_gain_without_an_error_is_not_proven_unless_the_target_as_it_is_meets_
     assert (late.candidate, late.error, late.proven) == (A, None, False)
 
 
+@pytest.mark.parametrize(
+    ("rates", "open_", "expected"),
+    [
+        ({AS_IT_IS: 10.0, A: 8.0}, (), Winner(candidate=AS_IT_IS, gain=0.0, complete=True)),
+        ({AS_IT_IS: 10.0, A: 8.0}, (AS_IT_IS,), Winner(candidate=AS_IT_IS, gain=0.0, complete=True)),
+        ({AS_IT_IS: 10.0, A: 8.0}, (A,), Winner(candidate=AS_IT_IS, gain=0.0, complete=True, proven=False)),
+        ({AS_IT_IS: 10.0, A: 20.0}, (A,), Winner(candidate=A, gain=1.0, complete=True, error=0.0)),
+        ({AS_IT_IS: 10.0, A: 20.0}, (AS_IT_IS,), Winner(candidate=A, gain=1.0, complete=True, error=0.0, proven=False)),
+    ],
+)
+def test_a_rate_that_was_only_reached_proves_no_more_than_it_says(
+    rates: dict[Candidate, float], open_: tuple[Candidate, ...], expected: Winner
+) -> None:
+    assert search([A], lambda one, number, repeat: Score(rates[one], at_least=one in open_)) == expected
+
+
+def test_a_change_whose_rate_was_only_reached_is_measured_longer() -> None:
+    machine = Machine({"a": {1: 0.5}, "b": {1: 0.9}, "c": {1: 0.8}, "d": {1: 0.7}})
+    found = search(
+        machine.changes(),
+        lambda one, number, repeat: replace(machine(one, number, repeat), at_least=one == A and number == 0),
+    )
+    assert (A, 1, 0) in machine.measured
+    assert found == Winner(candidate=AS_IT_IS, gain=0.0, complete=True)
+
+
 @pytest.mark.parametrize(("most", "expected", "gain"), [(5, A, 0.25), (8, B, 0.3)])
 def test_a_best_that_was_lucky_once_gives_way_to_one_that_was_measured_again(
     most: int, expected: Candidate, gain: float

@@ -17,7 +17,8 @@ from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.search import Found, Step, Trial
 from trtpipe.pipeline.tune.candidates import AS_IT_IS, Candidate
-from trtpipe.pipeline.tune.study import Point, Run
+from trtpipe.pipeline.tune.search import Winner
+from trtpipe.pipeline.tune.study import Point, Run, Study
 
 KNOWN: dict[str, Any] = {"candidate": AS_IT_IS, "round": 0, "repeat": 0, "seconds": 1.0}
 
@@ -101,6 +102,25 @@ def test_objectives_that_are_missed_count_and_a_client_that_was_the_limit_does_n
     found: Found, rate: float | None
 ) -> None:
     assert Run.measured(report(found), **KNOWN).rate == rate
+
+
+def test_a_search_that_ended_before_a_rate_was_too_high_decides_nothing(tmp_path: Path) -> None:
+    over = Found(rate=4.0, interval=(4.0, None), ended="its 60 s were over", steps=[step(4.0, passed=True)])
+    whole = Found(rate=4.0, interval=(4.0, 8.0), steps=[step(4.0, passed=True), step(8.0, passed=False)])
+    runs = [Run.measured(report(found), **KNOWN) for found in (over, whole)]
+    assert [run.score.at_least for run in runs] == [True, False]
+    changed = replace(runs[0], candidate=Candidate.of({"build.max_batch_size": 8}))
+    study = Study(target="t", question={}, folder=tmp_path, runs=[runs[1], changed], remedy="give --minutes 9 or more")
+    study.winner = Winner(candidate=AS_IT_IS, gain=0.0, complete=True, proven=False)
+    assert study.said() == (
+        "not decided: time was over before the highest rate of each change was found; give --minutes 9 or more, "
+        "or a quieter machine"
+    )
+    study.winner = Winner(candidate=changed.candidate, gain=0.2, complete=True, error=0.01, proven=False)
+    assert study.said() == (
+        "not decided: build.max_batch_size=8, +20% ± 1% over the target as it is, but time was over before the "
+        "target's highest rate was found; give --minutes 9 or more, or a quieter machine"
+    )
 
 
 @pytest.mark.process
