@@ -128,9 +128,16 @@ def what_ifs(option: Option, question: Question, acceptance: float | None = None
             f"{1 + DRAFTS * share:.1f} tokens a step: {'an assumed' if acceptance is None else 'the given'} "
             f"{100 * share:.0f} % of the drafts are accepted",
         ),
-        against(
-            f"{ADAPTERS.number} LoRA adapters of rank {ADAPTERS.rank}", lambda: (_adapted(option, lengths), demand),
-            "read in each step; the kernels that apply them are not in these figures",
+        *(
+            [
+                against(
+                    f"{ADAPTERS.number} LoRA adapters of rank {ADAPTERS.rank}",
+                    lambda: (_adapted(option, lengths), demand),
+                    "read in each step; the kernels that apply them are not in these figures",
+                )
+            ]
+            if option.limits.adapters is None
+            else []
         ),
         in_host_memory(option, lengths, now),
         unsplit(option, demand, now),
@@ -149,8 +156,9 @@ def without_cache(option: Option, lengths: Lengths, now: Figures) -> WhatIf:
     return WhatIf(
         name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now.ttft, now.ttft),
         tpot=_pair(now.tpot, 1e3 * again), tokens_per_s=(now.tokens_per_s, 1 / again),
-        said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
-        f"each token that is kept, {operations / (counts.token_bytes * counts.tp):.3g} for each byte of cache",
+        said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations / 1e9:.3g} billion "
+        "operations for each token that is kept, "
+        f"{operations / (counts.token_bytes * counts.tp):,.0f} for each byte of cache",
     )  # fmt: skip
 
 

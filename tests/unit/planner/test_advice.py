@@ -16,6 +16,7 @@ from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.planner.advice import Advice, Candidate, Question, advise
 from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.memory import Adapters
 from trtpipe.pipeline.planner.whatif import what_ifs
 
 SHORT = Work(input_tokens=128, output_tokens=64)
@@ -167,7 +168,7 @@ def test_what_ifs() -> None:
     assert 1.3 < wide.tpot[1] / wide.tpot[0] < 2
     # 2 x 6.98e9 operations for 65,536 bytes.
     assert (
-        "1.4e+10 operations for each token that is kept, 2.13e+05 for each byte of cache" in found["no KV cache"].said
+        "14 billion operations for each token that is kept, 212,992 for each byte of cache" in found["no KV cache"].said
     )
     bare = found["no KV cache"]
     assert bare.tpot is not None
@@ -188,6 +189,12 @@ def test_what_ifs() -> None:
         changed = {change.name: change for change in what_ifs(one.option, asked, share)}[drafts.name]
         assert changed.tpot is not None
         assert least < changed.tpot[1] / changed.tpot[0] < most
+    adapted = question("llama3-8b", "h100", tps=(1,), adapters=Adapters(number=4, rank=8))
+    (with_adapters,) = advise(adapted).candidates
+    assert with_adapters.option is not None
+    row = "8 LoRA adapters of rank 16"
+    assert row in found
+    assert row not in {change.name for change in what_ifs(with_adapters.option, adapted)}
     with pytest.raises(UsageError, match="an acceptance rate of 45 is not possible"):
         what_ifs(one.option, asked, 45)
     host = found["64 GiB of KV cache in the host's memory"]
