@@ -46,8 +46,8 @@ APPS = {"bench": bench.app, "deploy": deploy.deploy, "lora": lora.lora}
 # As `trtpipe --help` lists them: functions, and names of APPS.
 GROUPS: dict[str, tuple[Callable[..., Any] | str, ...]] = {
     "Build": (
-        build.build, build.settings, build.status, migrate.migrate, facts.recipes, targets.ls, targets.rm, build.gc,
-        build.scrub,
+        build.build, build.settings, build.status, migrate.migrate, facts.recipes, targets.ls, targets.rm, targets.gc,
+        targets.scrub,
     ),
     "Serve": (
         serve.serve, chat.chat, generate.generate, servers.ps, servers.logs, servers.top, servers.reload, servers.stop,
@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[Callable[..., Any] | str, ...]] = {
     "Measure": ("bench", bench.compare, prove.prove),
     "Plan": (plan.plan, tune.tune, facts.probe),
     "Share": (
-        build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,
+        registry.export, registry.import_, registry.push, registry.pull, registry.search, registry.provenance,
         registry.verify_provenance,
     ),
     "Weights": (weights.convert, weights.inspect, weights.restore, weights.quantize, weights.verify, facts.quants),

@@ -1,4 +1,4 @@
-"""`trtpipe build` and commands for its targets: settings, status, export and import, and clean-up of the store."""
+"""`trtpipe build`, and what it would do: settings and status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 
 from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import (
-    FILE,
     AcceptAccuracy,
     Dtype,
     Executor,
@@ -28,9 +27,7 @@ from trtpipe.pipeline.cli.options import (
     Revision,
     Runtime,
     Set,
-    SignKey,
     SourceKind,
-    TargetArgument,
     Tasks,
     Toolchain,
     Tp,
@@ -275,154 +272,6 @@ def status(
         console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
     else:
         console.table(columns, rows)
-
-
-def export(
-    target: TargetArgument,
-    out: Annotated[
-        str | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
-    ] = None,
-    sign_key: SignKey = None,
-    as_json: Json = False,
-) -> None:
-    """Pack a target into one file, to finish it elsewhere.
-
-    The file holds the checkpoint, the settings and the digests.
-
-    \b
-    Examples:
-      trtpipe export llama3-8b.h100.fp8
-      trtpipe export llama3-8b.h100.fp8 -o fp8.tar --sign-key key.pem
-    """
-    from trtpipe.pipeline.cli import console, console_build, console_progress
-    from trtpipe.pipeline.registry import export as bundle
-    from trtpipe.pipeline.registry.provenance import statement
-    from trtpipe.pipeline.run_folder import require_run
-
-    run = require_run(target)
-    spec, name = run.spec(), f"{run.path.name}.tar"
-    place = Path(name) if out is None else Path(out, name) if out.endswith("/") else Path(out)
-    where = "another machine" if spec.sms is None else f"a machine with {spec.gpu.describe()}"
-    with console_progress.working("export", target) as progress:
-        path = bundle.pack(target, own_store(), place, progress, sign_key=sign_key)
-    console_build.note_other_versions(run, statement(run, own_store()))
-    if as_json:
-        console.result_json({"file": path, "bytes": path.stat().st_size})
-        return
-    if run.path.name != spec.target:
-        console.result(f"{path.name} holds the target {spec.target}")
-    console.result(f"next, on {where}: trtpipe build --from {path.name}")
-
-
-def import_(
-    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.", **FILE)],
-    trust_key: TrustKey = None,
-    as_json: Json = False,
-) -> None:
-    """Verify an exported file and import its artefacts.
-
-    Imported artefacts are kept apart from those that are built here.
-
-    \b
-    Examples:
-      trtpipe import llama3-8b.h100.fp8.tar
-      trtpipe import fp8.tar --trust-key team.pub
-    """
-    from trtpipe.pipeline.cli import console, console_build, console_progress
-    from trtpipe.pipeline.registry import export as bundle
-    from trtpipe.pipeline.run_folder import RunFolder
-
-    with console_progress.working("import", str(file)) as progress:
-        arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
-    console_build.note_other_versions(RunFolder.of(arrived.spec.target))
-    if as_json:
-        console.result_json({"target": arrived.spec.target, "artefacts": list(arrived.artefacts)})
-    else:
-        console.result(f"next: trtpipe build --from {arrived.spec.target}")
-
-
-def gc(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
-    ] = False,
-    others_after: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="DAYS",
-            help="Forget runs of other machines and of containers that were not built for this many days.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Delete artefacts that no run refers to.
-
-    What interrupted runs left is deleted too. Runs and servers of other machines that share the store count as they
-    were when they last wrote to it.
-
-    \b
-    Examples:
-      trtpipe gc --dry-run
-      trtpipe gc
-    """
-    from functools import partial
-
-    from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.serving.references import elsewhere, forget_deleted, references
-    from trtpipe.pipeline.store.gc import find_garbage, remove
-
-    store, kept_by = own_store(), partial(references, others_after=others_after)
-    garbage, others = find_garbage(store, kept_by), elsewhere(store, others_after)
-    if garbage and not as_json:
-        console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
-    if not dry_run:
-        garbage = remove(garbage, store, kept_by)
-        forget_deleted(store, others_after)
-    if as_json:
-        kept = [{"kept_for": one.name, "machine": one.machine, "file": one.file} for one in others]
-        console.result_json({"dry_run": dry_run, "garbage": garbage, "elsewhere": kept})
-        return
-    if others:
-        console.table(("kept for", "on", "by"), [(one.name, one.machine, one.file) for one in others])
-        told = "run `trtpipe gc` on that machine to drop what was deleted on it"
-        console.note(
-            f"{told}; --others-after DAYS forgets runs that were not built for so long; "
-            "remove the file of a server whose machine is gone"
-        )
-    console.result(
-        f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
-    )
-
-
-def scrub(as_json: Json = False) -> None:
-    """Compare every file of the store with its digest.
-
-    Fails when a file is damaged.
-
-    \b
-    Examples:
-      trtpipe scrub
-      TRTPIPE_HOME=/data/trtpipe trtpipe scrub
-    """
-    from trtpipe.engines.errors import InputDataError
-    from trtpipe.pipeline.cli import console, console_progress
-    from trtpipe.pipeline.run_folder import TAKE_AGAIN
-    from trtpipe.pipeline.store.scrub import scrub as read_all
-
-    with console_progress.working("scrub", "reading every artefact") as progress:
-        found = read_all(own_store(), progress)
-    damaged = [one for one in found if one.fault is not None]
-    if as_json:
-        console.result_json(found)
-    else:
-        rows = [(one.name, console.size(one.size), one.fault or "whole") for one in found]
-        console.table(("artefact", "size", "state"), rows)
-    if damaged:
-        brought = [one for one in damaged if one.name.startswith("imported/")]
-        ways = ["the next `trtpipe build` of their targets moves them aside and makes them again"]
-        if brought:
-            ways = [*(ways if len(brought) < len(damaged) else []), f"{TAKE_AGAIN} where they are in imported/"]
-        raise InputDataError(f"{len(damaged)} of {len(found)} artefacts are damaged", remedy="; ".join(ways))
 
 
 def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:

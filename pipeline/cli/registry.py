@@ -1,4 +1,4 @@
-"""`trtpipe push`, `pull` and `search`, and the provenance of a target."""
+"""`trtpipe export`, `import`, `push`, `pull` and `search`, and the provenance of a target."""
 
 from __future__ import annotations
 
@@ -28,6 +28,70 @@ Only = Annotated[
         "if left out."
     ),
 ]
+
+
+def export(
+    target: TargetArgument,
+    out: Annotated[
+        str | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
+    ] = None,
+    sign_key: SignKey = None,
+    as_json: Json = False,
+) -> None:
+    """Pack a target into one file, to finish it elsewhere.
+
+    The file holds the checkpoint, the settings and the digests.
+
+    \b
+    Examples:
+      trtpipe export llama3-8b.h100.fp8
+      trtpipe export llama3-8b.h100.fp8 -o fp8.tar --sign-key key.pem
+    """
+    from trtpipe.pipeline.cli import console, console_build, console_progress
+    from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.registry.provenance import statement
+    from trtpipe.pipeline.run_folder import require_run
+
+    run = require_run(target)
+    spec, name = run.spec(), f"{run.path.name}.tar"
+    place = Path(name) if out is None else Path(out, name) if out.endswith("/") else Path(out)
+    where = "another machine" if spec.sms is None else f"a machine with {spec.gpu.describe()}"
+    with console_progress.working("export", target) as progress:
+        path = bundle.pack(target, own_store(), place, progress, sign_key=sign_key)
+    console_build.note_other_versions(run, statement(run, own_store()))
+    if as_json:
+        console.result_json({"file": path, "bytes": path.stat().st_size})
+        return
+    if run.path.name != spec.target:
+        console.result(f"{path.name} holds the target {spec.target}")
+    console.result(f"next, on {where}: trtpipe build --from {path.name}")
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.", **FILE)],
+    trust_key: TrustKey = None,
+    as_json: Json = False,
+) -> None:
+    """Verify an exported file and import its artefacts.
+
+    Imported artefacts are kept apart from those that are built here.
+
+    \b
+    Examples:
+      trtpipe import llama3-8b.h100.fp8.tar
+      trtpipe import fp8.tar --trust-key team.pub
+    """
+    from trtpipe.pipeline.cli import console, console_build, console_progress
+    from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.run_folder import RunFolder
+
+    with console_progress.working("import", str(file)) as progress:
+        arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
+    console_build.note_other_versions(RunFolder.of(arrived.spec.target))
+    if as_json:
+        console.result_json({"target": arrived.spec.target, "artefacts": list(arrived.artefacts)})
+    else:
+        console.result(f"next: trtpipe build --from {arrived.spec.target}")
 
 
 def push(
