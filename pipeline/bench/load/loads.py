@@ -351,7 +351,7 @@ def _too_many(requests: float) -> UsageError:
 
 def _shown(value: float) -> str:
     try:
-        return f"{value:g}"
+        return f"{value:,.0f}" if 1e6 <= abs(value) < 1e15 else f"{value:g}"
     except OverflowError:  # an integer beyond all floating-point numbers
         return "beyond all bounds"
 

@@ -45,7 +45,7 @@ STAGES = (Stage(duration_s=10, start=0, end=4), Stage(duration_s=5, start=4, end
         (lambda: Replay(trace=Path("x"), speedup=0), "speedup is 0; "),
         (lambda: Replay(trace=Path("x"), requests=1, duration_s=1), "both requests and duration_s are given; "),
         (lambda: Closed(concurrency=10**400), "concurrency is beyond all bounds: each is an open stream or connectio"),
-        (lambda: Closed(concurrency=1, requests=10**8), "requests is 1e+08: all are kept in memory, with their "),
+        (lambda: Closed(concurrency=1, requests=10**8), "requests is 100,000,000: all are kept in memory, with their "),
         (lambda: Closed(concurrency=1, duration_s=float("inf")), "duration_s is inf; give a positive number of "),
         (lambda: Open(rate=1e300, requests=1), "rate is 1e+300; give a positive number of requests a second, at most"),
         (lambda: Open(rate=1e-300, requests=1), "the load lasts 1.2e+300 s; give a higher rate, or fewer requests"),
