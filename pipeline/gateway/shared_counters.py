@@ -10,7 +10,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 ENDPOINTS = ("chat", "completions")
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 501, 503, 504)
 # Upper bounds in seconds of the buckets of each histogram.
 HISTOGRAMS = {
     "first_token": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),

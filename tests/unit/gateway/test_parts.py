@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.factories import write_tokenizer
 from tests.support.gateways import chat
 from tests.unit.gateway.conftest import options
 from trtpipe.engines.errors import InputDataError, UsageError
-from trtpipe.pipeline.gateway import access, supervisor
+from trtpipe.pipeline.gateway import access, shared_counters, supervisor
 from trtpipe.pipeline.gateway.failure import Failure, of_status, of_text
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
@@ -130,6 +131,13 @@ def test_every_status_has_an_answer() -> None:
     assert of_text("vLLM refuses it: min_tokens must be less, and the queue is not ready").status == 400
     assert of_text("in ensemble 'ensemble', vLLM refuses it: temperature must be non-negative").status == 400
     assert of_text("no adapter has the number 7").code == "model_not_found"
+
+
+def test_every_refusal_is_counted_by_its_own_status() -> None:
+    """A status that has no counter would count as a fault of the server."""
+    sources = Path(shared_counters.__file__).parent.glob("*.py")
+    raised = {int(status) for path in sources for status in re.findall(r"\bFailure\(\s*(\d{3})\b", path.read_text())}
+    assert {401, 413, 415, 504} <= raised <= set(shared_counters.STATUSES)
 
 
 def test_boards_add_up() -> None:

@@ -173,6 +173,9 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(folder: Path, headers: di
         assert telling in answer.json()["error"]["message"]
         said = {"content-type": "application/JSON ; charset=utf-8", "content-encoding": "identity"}
         assert (await client.post(CHAT, content=json.dumps(chat()), headers=said)).status_code == 200
+        counted = (await client.get("/metrics")).text
+        assert 'requests_total{endpoint="chat",status="415"} 1' in counted
+        assert 'requests_total{endpoint="chat",status="500"} 0' in counted
 
     ask(saying(folder, "x"), folder, scenario)
 
