@@ -133,6 +133,8 @@ def _gpus(known: list[Path], measured: list[Path], own: list[Path]) -> dict[str,
         where, before = raw.get(name, ("", {}))
         if before:
             build(GpuSpec, before, where)  # a mistake in it is told by its own name
+        if "memory_gib" in facts:  # goes before what the driver of a known card reports
+            before = {key: value for key, value in before.items() if key != "memory_mib"}
         raw[name] = (str(path), {**before, **facts})
     gpus = []
     for where, facts in raw.values():

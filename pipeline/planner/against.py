@@ -84,7 +84,9 @@ def table(found: Comparison) -> Table:
 
 def calibrate(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> dict[str, dict[str, float]]:
     """Overheads of each runtime that brings its runs nearest: one factor on all that it spends besides computing and
-    reading, one on the work itself, and the time from a client to the engine. Few, since tables of users are short.
+    reading, one on the work itself, and the time from a client to the engine. Few, since tables of users are short. The
+    factor on the work is not so small that weights are read faster than the data sheet says: few or wrong figures would
+    else make plans that no GPU can reach.
 
     Raises UsageError where no run can be planned.
     """
@@ -94,6 +96,8 @@ def calibrate(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> dict[st
         # `slower` of an earlier file would hide how the releases differ.
         own = {key: value for key, value in efficiency.runtimes.get(runtime, {}).items() if key != "slower"}
         base, before = efficiency.of(runtime), own.get("work", 1.0)
+        plain = dataclasses.replace(efficiency, runtimes={**efficiency.runtimes, runtime: own}).of(runtime)
+        least = base.weights / plain.slower
 
         def changed(factors: Sequence[float], base: Efficiency = base, before: float = before) -> dict[str, float]:
             beside, work, front = factors
@@ -118,6 +122,8 @@ def calibrate(figures: Sequence[MeasuredRun], efficiency: Efficiency) -> dict[st
                 moved = False
                 for at, factor in itertools.product(range(3), (step, 1 / step)):
                     tried = [value * factor if at == one else value for one, value in enumerate(factors)]
+                    if tried[1] < min(least, factors[1]):
+                        continue
                     if (value := loss(tried)) < best * 0.999:
                         factors, best, moved = tried, value, True
         found[runtime] = {key: float(f"{value:.3g}") for key, value in changed(factors).items()}

@@ -96,6 +96,8 @@ def test_a_file_of_one_s_own_adds_a_gpu_and_prices_a_known_one(tmp_path: Path) -
     gpus = load_gpus(tmp_path)
     assert (gpus["h100"].price_per_hour, gpus["h100"].bandwidth_gbs) == (2.5, 3350)
     assert gpus["mine"].memory_bytes == 40 * 2**30
+    (tmp_path / "h200.yaml").write_text("memory_gib: 100\n")
+    assert load_gpus(tmp_path)["h200"].memory_bytes == 100 * 2**30
     (tmp_path / "mine.yaml").write_text("name: mine\nsm: 90\nprice_an_hour: 3\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml: unknown key 'price_an_hour'; did you mean 'price_per_hour'"):
         load_gpus(tmp_path)

@@ -118,6 +118,19 @@ def test_a_refit_finds_the_overheads_that_made_the_runs() -> None:
     assert compare(runs, after).errors()["tpot_ms"].mean < 0.03
 
 
+def test_a_refit_to_figures_beyond_the_card_reads_no_faster_than_the_data_sheet() -> None:
+    how = load_efficiency()
+    runs = [dataclasses.replace(RUN, concurrency=clients) for clients in (1, 16)]
+    runs = [
+        dataclasses.replace(run, output_tokens_per_s=3 * (predict_run(run, how).output_tokens_per_s or 0.0))
+        for run in runs
+    ]
+    for begin in (how, dataclasses.replace(how, runtimes={**how.runtimes, "tensorrt_llm": {"work": 2.0}})):
+        found = calibrate(runs, begin)
+        after = dataclasses.replace(begin, runtimes={**begin.runtimes, **found}).of("tensorrt_llm")
+        assert after.weights * 0.99 <= after.slower < 1
+
+
 def test_a_refit_leaves_the_releases_as_far_apart_as_they_were() -> None:
     """Runs of an old release, as a machine with half of the speed would have given: `slower` of 0.14 is 1.14."""
     how = load_efficiency()
