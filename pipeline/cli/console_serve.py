@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.cli import console
+from trtpipe.pipeline.cli.options import own_store
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.serving.servers import Served, Server
@@ -87,9 +88,13 @@ def started(server: Server, *, attached: bool, as_json: bool, certificate: Path 
 
 def first_steps(server: Server, certificate: Path | None = None, *, served: Served | None = None) -> list[str]:
     """Commands to try on a started server: on `served`, or on its first target."""
+    from trtpipe.pipeline.serving.servers import running
+
+    others = [one for one in running(own_store()) if one.name != server.name]
+    given = f" --server {server.name}" if others else ""
     question, first = "What is the capital of France?", served or server.served[0]
-    target = "" if len(server.served) == 1 else f" --target {first.name}"
-    steps = [f'trtpipe generate "{question}"{target}']
+    given += "" if len(server.served) == 1 else f" --target {first.name}"
+    steps = [f'trtpipe generate "{question}"{given}']
     if server.gateway_url is not None:
         # An answer without a limit takes minutes on a CPU.
         body = {
@@ -102,5 +107,5 @@ def first_steps(server: Server, certificate: Path | None = None, *, served: Serv
             f"-d {shlex.quote(json.dumps(body))}"
         )
     if server.native:
-        steps.append("trtpipe bench")
+        steps.append(f"trtpipe bench{given}")
     return steps

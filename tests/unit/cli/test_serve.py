@@ -22,6 +22,7 @@ from tests.unit.cli.conftest import Outcome, Run, remember, rows
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.serving import model_control, ports, serve, triton_package, tritonserver
 from trtpipe.pipeline.serving.ports import Endpoints
 from trtpipe.pipeline.serving.repositories import find_repository
@@ -230,9 +231,11 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")
     assert find_running(store, None).name == "a"
+    assert first_steps(find_running(store, None))[0].endswith('?"')
     assert find_running(store, None).find(None).tokenizer == Path("/r/preprocessing/1/tokenizer")
     remember(store, "b")
     assert find_running(store, "b").name == "b"
+    assert first_steps(find_running(store, "b"))[0].endswith(" --server b")
     with pytest.raises(UsageError) as caught:
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one with --server: a, b"
