@@ -44,6 +44,7 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C or the server's end.")
     ] = False,
+    gateway: Annotated[bool, typer.Option("--gateway", help="The log of its gateway.")] = False,
 ) -> None:
     """Print the log of a server, running or not.
 
@@ -57,7 +58,7 @@ def logs(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import logs
 
-    for piece in logs.read_log(own_store(), server, lines=lines, follow=follow):
+    for piece in logs.read_log(own_store(), server, lines=lines, follow=follow, gateway=gateway):
         console.text(piece)
 
 

@@ -15,14 +15,18 @@ from trtpipe.pipeline.serving.servers import find_running, recorded, running
 from trtpipe.pipeline.store.store import Store
 
 
-def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
-    """The last `lines` of a server's log, and with `follow` the lines that are added while the server runs, also to a
+def read_log(
+    store: Store, name: str | None, *, lines: int, follow: bool, gateway: bool = False
+) -> Iterator[str]:  # fmt: skip
+    """The last `lines` of a server's log, or of its gateway's, and with `follow` the lines that are added while the server runs, also to a
     log that has been cut or set aside.
 
     A server that has ended has a log too. Raises UsageError for a name without one, and for an ambiguous None.
     """
     name = name or _whose_log(store)
-    path = log_path(store, name)
+    path = log_path(store, f"{name}.gateway" if gateway else name)
+    if gateway and not path.is_file() and log_path(store, name).is_file():
+        raise UsageError(f"{name} has had no gateway", remedy="leave out --gateway")
     if not path.is_file():
         left = _logged(store)
         remedy = suggestion(name, left) if left else "run `trtpipe serve`"

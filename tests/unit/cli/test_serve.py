@@ -708,6 +708,7 @@ def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch:
     (logs / "build-b.log").write_text("no server's\n")
     assert run("logs") == Outcome(0, "first\nlast\n", "")
     assert run("logs", "-n", "1", "-f") == Outcome(0, "last\n", "")
+    assert run("logs", "--gateway") == Outcome(0, "gateway at x\n", "")
     assert run("logs", "--server", "a.cpu.bf61").error() == (
         "there is no log of a server named 'a.cpu.bf61'; did you mean 'a.cpu.bf16'?"
     )
@@ -716,6 +717,7 @@ def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch:
         "no server is running, and several have left a log; name one with --server: a.cpu.bf16, b"
     )
     assert run("logs", "--server", "b").out == "of b\n"
+    assert run("logs", "--server", "b", "--gateway").error() == "b has had no gateway; leave out --gateway"
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "b")
     assert run("logs").out == "of b\n"  # the one that runs is meant
