@@ -18,8 +18,8 @@ from trtpipe.pipeline.store.store import Store
 def read_log(
     store: Store, name: str | None, *, lines: int, follow: bool, gateway: bool = False
 ) -> Iterator[str]:  # fmt: skip
-    """The last `lines` of a server's log, or of its gateway's, and with `follow` the lines that are added while the server runs, also to a
-    log that has been cut or set aside.
+    """The last `lines` of a server's log, or of its gateway's, and with `follow` the lines that are added while the
+    server runs, also to a log that has been cut or set aside.
 
     A server that has ended has a log too. Raises UsageError for a name without one, and for an ambiguous None.
     """
