@@ -145,6 +145,7 @@ def resolve_precision(
         return plain
     if automatic:
         reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"
+    usual = recipe.kv_cache_quant_algo
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
         return plain  # the recipe `none`
@@ -154,8 +155,8 @@ def resolve_precision(
     recipe = replace(recipe, thresholds=same.thresholds)
     check_sm(recipe, gpu, recipes, runtime, experts=experts, toolchain=toolchain)
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
-    if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
-        name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
+    if kv_cache is not None and (recipe.kv_cache_quant_algo or usual):
+        name += f"-kv{recipe.kv_cache_quant_algo.value.lower() if recipe.kv_cache_quant_algo else 'none'}"
     sms = engine_sms(recipe, gpu, runtime)
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 

@@ -187,6 +187,7 @@ def test_the_kv_cache_is_the_users_choice() -> None:
     assert found.recipe is not None
     assert found.recipe.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     assert found.recipe.thresholds == RECIPES["fp8-kv"].thresholds
+    assert resolve("fp8-kv", H100, "none").name == "fp8-kv-kvnone"
     plain = resolve("fp8-kv", H100, "none").recipe
     assert plain is not None
     assert plain.kv_cache_quant_algo is None
