@@ -76,10 +76,16 @@ def top(
       trtpipe top
       trtpipe top --once --json
     """
+    from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_top
     from trtpipe.pipeline.serving import servers
 
     found = None if url is not None else servers.find_running(own_store(), server)
+    if found is not None and found.native:
+        raise UsageError(
+            f"{found.name} is served by its runtime's own server", why="that publishes none of Triton's metrics",
+            remedy=f"read {found.endpoints.metrics_url}",
+        )  # fmt: skip
     name = found.name if found else str(url)
     where = found.endpoints.metrics_url if found else str(url)
     console_top.run(where, name, interval=interval, once=once, as_json=as_json)

@@ -45,7 +45,10 @@ def reload_models(
 
 def _reload(store: Store, server: Server, target: str | None, *, allow_model_code: bool) -> tuple[Server, list[Served]]:
     if server.native:
-        raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
+        raise UsageError(
+            f"{server.name} is served by its runtime's own server", why="that cannot change its model",
+            remedy="stop it, and serve the new one",
+        )  # fmt: skip
     sources = {one.name: _source(one) for one in server.served}
     if target is None:
         fresh = {name: find_repository(source) for name, source in sources.items()}

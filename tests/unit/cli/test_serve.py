@@ -600,6 +600,13 @@ def test_monitoring_misses_what_the_server_was_to_load_and_no_gateway_that_there
         "a is served by its runtime's own server: that publishes none of Triton's metrics, which the dashboard and the "
         "alerts are about; serve it with --front triton, or name other servers by --metrics"
     )
+    assert run("top").error() == (
+        "a+b is served by its runtime's own server: that publishes none of Triton's metrics; "
+        "read http://127.0.0.1:3/metrics"
+    )
+    assert run("reload").error() == (
+        "a+b is served by its runtime's own server: that cannot change its model; stop it, and serve the new one"
+    )
     assert written("--metrics", "x:8002") == (["trtpipe"], ["tensorrt_llm"])
 
 
