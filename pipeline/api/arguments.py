@@ -40,6 +40,7 @@ def checked(function: _Function) -> _Function:
                 options = function.__globals__[kind[len("Unpack[") : -1]].__annotations__
                 kinds |= {name: getattr(one, "__forward_arg__", one) for name, one in options.items()}
         names = code.co_varnames[: code.co_argcount]
+        _check_names(named, {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *kinds})
         for name, value in {**dict(zip(names, given, strict=False)), **named}.items():
             if name in kinds:
                 _check(name, value, ast.parse(kinds[name], mode="eval").body)
@@ -62,6 +63,14 @@ def known_errors() -> Iterator[None]:
         if known is None or known is error:
             raise
         raise known from error
+
+
+def _check_names(named: Collection[str], known: Collection[str]) -> None:
+    from trtpipe.engines.errors import UsageError, suggestion
+
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise UsageError(f"unknown argument '{unknown[0]}'", remedy=suggestion(unknown[0], sorted(known)))
 
 
 def _plain(value: Any) -> Any:

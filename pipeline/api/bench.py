@@ -261,17 +261,12 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
     """The options of a measurement, and what is served where trtpipe started the server. Raises UsageError."""
     from dataclasses import replace
 
-    from trtpipe.engines.errors import UsageError, suggestion
+    from trtpipe.engines.errors import UsageError
     from trtpipe.engines.files import file_in
     from trtpipe.pipeline.bench.options import BenchOptions
     from trtpipe.pipeline.bench.protocols.connect import Wiring
     from trtpipe.pipeline.bench.results.slo import parse_objective
 
-    unknown = sorted(arguments.keys() - BenchArguments.__annotations__.keys())
-    if unknown:
-        raise UsageError(
-            f"unknown argument '{unknown[0]}'", remedy=suggestion(unknown[0], BenchArguments.__annotations__)
-        )
     given = {name: value for name, value in arguments.items() if value is not None}
     ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
     address = (

@@ -54,7 +54,9 @@ class OpenAiHttp:
                 remedy="give the URL of its API, such as http://localhost:9000/v1",
             ) from None
         if model not in owners:
-            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=suggestion(model, owners))
+            near = suggestion(model, owners)
+            remedy = near if near.startswith("did you mean") else f"name one by --openai-model, {near}"
+            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=remedy)
         return cls(site, model, chat, own=owners[model] == "trtpipe")
 
     def described(self) -> dict[str, Any]:

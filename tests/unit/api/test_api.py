@@ -16,9 +16,10 @@ import sys
 import threading
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -157,8 +158,21 @@ def test_arguments_of_a_benchmark() -> None:
     assert (options.work.input_tokens, options.seed, options.objectives[0].limit) == ("32", 0, 500)
     options, _ = choose(**server, rate=[1.5, 3], requests=10)  # type: ignore[arg-type]
     assert [load.rate for load in options.loads if isinstance(load, Open)] == [1.5, 3]
-    with pytest.raises(trtpipe.UsageError, match="did you mean 'concurrency'"):
-        choose(concurency=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "near"),
+    [
+        (trtpipe.bench, "concurency", "concurrency"),
+        (trtpipe.build, "modell", "model"),
+        (trtpipe.plan, "gpus", "gpu"),
+        (trtpipe.Client, "sever", "server"),
+        (partial(trtpipe.Client.stream, cast(Any, object()), "Hello"), "temprature", "temperature"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_told_with_the_nearest(function: Any, name: str, near: str) -> None:
+    with pytest.raises(trtpipe.UsageError, match=f"unknown argument '{name}'; did you mean '{near}'"):
+        function(**{name: 2})
 
 
 @pytest.mark.process

@@ -779,7 +779,8 @@ def test_models_that_cannot_be_asked(known: MockServerProcess, transport: str) -
         near = r"served: ensemble, tensorrt_llm; did you mean 'ensemble'\?"
         refused(UsageError, near, protocol, *ports, wiring, model="ensembel")
     for protocol in ("completions", "chat"):
-        refused(UsageError, "'zzz' is not served at .*; known: ensemble", protocol, *ports, wiring, model="zzz")
+        served = "'zzz' is not served at .*; name one by --openai-model, known: ensemble"
+        refused(UsageError, served, protocol, *ports, wiring, model="zzz")
         refused(UsageError, r"did you mean 'ensemble'\?", protocol, *ports, wiring, model="ensembel")
 
 
