@@ -61,7 +61,7 @@ def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[s
         if known and max(known) > min(known) * (1 + LENGTH_SHARE):
             out.append(f"{place}: mean {length}: {_sides(means)}")
     sources = {
-        letter: ", ".join(dict.fromkeys(point["token_count_source"] or "nobody" for point in mine))
+        letter: ", ".join(dict.fromkeys(point["token_count_source"] or "unknown" for point in mine))
         for letter, mine in load_points.items()
     }
     if len(set(sources.values())) > 1:
