@@ -93,7 +93,8 @@ def push(
     index, made = describe(target, store, chosen, verify=True, sign_key=sign_key)
     absent = [name for name in wanted or () if name not in made]
     if absent:
-        raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=f"it has: {', '.join(made)}")
+        remedy = f"of what is named it has: {', '.join(made)}" if made else "leave out --only for what serving takes"
+        raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=remedy)
     blobs: dict[Blob, Path] = {}
     for name, entry in index["artefacts"].items():
         for file in entry["files"]:

@@ -835,8 +835,10 @@ def test_what_is_pushed_later_comes_to_what_is_there(made: Store, tmp_path: Path
     index = there.index(TARGET)
     assert sorted(index["artefacts"]) == ["checkpoint", "engine", "tokenizer"]
     assert index["passport"] == passport
-    with pytest.raises(UsageError, match=f"{TARGET} has no scales; it has: checkpoint"):
+    with pytest.raises(UsageError, match=f"{TARGET} has no scales; of what is named it has: checkpoint"):
         transfer.push(TARGET, there, made, ("checkpoint", "scales"))
+    with pytest.raises(UsageError, match=f"{TARGET} has no scales; leave out --only"):
+        transfer.push(TARGET, there, made, ("scales",))
     # Of another build nothing stays.
     execute(plan(hf_folder(Path("tiny"), seed=1), gpu="cpu", dtype="bf16"), made, Recorder())
     transfer.push(TARGET, there, made, ("tokenizer", "checkpoint"))
