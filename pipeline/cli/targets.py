@@ -154,6 +154,7 @@ def scrub(as_json: Json = False) -> None:
         ways = ["the next `trtpipe build` of their targets moves them aside and makes them again"]
         if brought:
             ways = [*(ways if len(brought) < len(damaged) else []), f"{TAKE_AGAIN} where they are in imported/"]
+        ways.append("`trtpipe gc` drops those of no target")
         raise InputDataError(f"{len(damaged)} of {len(found)} artefacts are damaged", remedy="; ".join(ways))
 
 

@@ -115,7 +115,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(
     for makes, remedy in (
         ("repository", "run `trtpipe build --from tiny.cpu.bf16`"),
         ("engine", "the next `trtpipe build` of their targets moves them aside and makes them again; pull or import "
-         "the target again where they are in imported/"),
+         "the target again where they are in imported/; `trtpipe gc` drops those of no target"),
     ):  # fmt: skip
         file = next(path for path in Path("runs/tiny.cpu.bf16", makes).resolve().rglob("config.*"))
         file.chmod(0o644)
