@@ -64,7 +64,7 @@ class Served:
         return self.name == run.name if self.source is None else self.source.resolve() == run.resolve()
 
     def called(self, name: str | None) -> bool:
-        """Whether `name` is a name of this one, or of a folder of that name such as runs/NAME."""
+        """Whether `name` names this target; a folder, such as runs/NAME, is named by its last part."""
         return name is not None and Path(name).name in (self.name, self.target)
 
     @property

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def score(self) -> Score:
-        """What it says to the search."""
+        """The result, as the search takes it."""
         return Score(self.rate, broken=not self.report, at_least=bool(self.rate) and self.interval[1] is None)
 
     @property
