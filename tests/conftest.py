@@ -25,12 +25,16 @@ from xdist.scheduler import LoadFileScheduling
 from tests.support import forked
 from tests.support.factories import write_tokenizer
 from trtpipe.configs import facts as configs
+from trtpipe.launch import SPINS
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 
 # Without a GPU its kernels run number by number. Triton asks when it is first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Processes of tests share the cores: threads of torch, which is not imported yet, wait as those of workers do.
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 # A test on a busy machine is slow, not wrong. `make test-slow` runs the thorough profile.
 settings.register_profile("trtpipe", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])

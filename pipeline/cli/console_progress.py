@@ -51,7 +51,7 @@ class Work:
         self.done, self.total = done, total
         # A total may be rounded, as pip's log rounds it.
         if done >= total or console.size(done) == console.size(total):
-            self.detail = f"{console.size(total)} done, finishing"
+            self.detail = f"{console.size(total)} done, going on"
         else:
             self.detail = f"{console.size(done)} of {console.size(total)}"
             if done > self._before and now - self._begun >= SETTLED_S:

@@ -48,7 +48,7 @@ def test_bytes_have_a_rate_and_the_time_left(now: list[float]) -> None:
 def test_work_that_goes_on_after_its_last_byte_says_so(now: list[float], done: int) -> None:
     work = Work("download", "first run")
     work(done, 92_900_000)
-    assert work.line() == "download  92.9 MB done, finishing"
+    assert work.line() == "download  92.9 MB done, going on"
 
 
 def test_a_second_phase_is_counted_on_with_a_rate_of_its_own(now: list[float]) -> None:

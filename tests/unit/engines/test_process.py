@@ -292,3 +292,18 @@ def test_a_python_child_of_a_parent_that_has_ended_does_not_begin(trap: str, num
     command = ["sh", "-c", f'{trap}exec "$@"', "sh", here, launcher, "--parent", "1", module, "-h"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-number, b"")
+
+
+@pytest.mark.parametrize(
+    ("told", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "none")]
+)
+def test_threads_of_a_python_child_leave_the_cores_to_others(told: dict[str, str], spins: str) -> None:
+    """Unless the user says how threads wait."""
+    statement = "import os; print(os.environ.get('GOMP_SPINCOUNT', 'none'))"
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [*process.python_command("timeit"), "-n1", "-r1", statement], env=environment | told, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[0] == spins
