@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         TrtpipeError,
         UsageError,
     )
-    from trtpipe.pipeline.api.bench import BenchArguments, bench
+    from trtpipe.pipeline.api.bench import bench
+    from trtpipe.pipeline.api.bench_options import BenchArguments
     from trtpipe.pipeline.api.build import BuildOptions, Built, build, settings
     from trtpipe.pipeline.api.check import check
     from trtpipe.pipeline.api.migrate import migrate
@@ -74,7 +75,8 @@ _MODULES = {
     "engines.errors": (
         "ArtefactRefused", "HostError", "InputDataError", "StageFailed", "TrtpipeError", "UsageError",
     ),
-    "pipeline.api.bench": ("BenchArguments", "bench"),
+    "pipeline.api.bench": ("bench",),
+    "pipeline.api.bench_options": ("BenchArguments",),
     "pipeline.api.build": ("BuildOptions", "Built", "build", "settings"),
     "pipeline.api.check": ("check",),
     "pipeline.api.migrate": ("migrate",),

@@ -112,7 +112,7 @@ class _Session:
     ) -> None:  # fmt: skip
         from trtpipe.configs.home import default_home
         from trtpipe.engines.errors import UsageError
-        from trtpipe.pipeline.api.bench import choose, require_room
+        from trtpipe.pipeline.api.bench_options import choose, require_room
         from trtpipe.pipeline.run_folder import require_run
         from trtpipe.pipeline.store.store import Store
 
@@ -341,7 +341,8 @@ class _Session:
         return schedule.search_s(schedule.limit_s(number), self._left_s, others)
 
     def _served(self, candidate: Candidate, number: int, repeat: int, begun: float) -> Run:
-        from trtpipe.pipeline.api.bench import choose, measure
+        from trtpipe.pipeline.api.bench import measure
+        from trtpipe.pipeline.api.bench_options import choose
         from trtpipe.pipeline.api.build import build
         from trtpipe.pipeline.api.serve import serve
         from trtpipe.pipeline.bench.results.files import write_report

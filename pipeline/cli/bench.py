@@ -118,7 +118,7 @@ def bench(
       trtpipe bench --concurrency 1,4,16 --slo 'ttft:p99<500ms'
       trtpipe bench --rate 2,4,8 --duration 60 --protocol grpc
     """
-    from trtpipe.pipeline.api.bench import BenchArguments, choose
+    from trtpipe.pipeline.api.bench_options import BenchArguments, choose
 
     arguments: dict[str, Any] = locals()
     if context.invoked_subcommand is not None:
@@ -163,7 +163,7 @@ def again(
     """
     from dataclasses import replace
 
-    from trtpipe.pipeline.api.bench import headers, served_at, served_tokenizers
+    from trtpipe.pipeline.api.bench_options import headers, served_at, served_tokenizers
     from trtpipe.pipeline.bench.results.files import read_again
 
     options = read_again(earlier, tokenizer, served_tokenizers())
@@ -205,7 +205,7 @@ def selftest(
       trtpipe bench selftest
       trtpipe bench selftest --protocol chat --streams 64
     """
-    from trtpipe.pipeline.api.bench import kernel_timestamps as choose_timestamps
+    from trtpipe.pipeline.api.bench_options import kernel_timestamps as choose_timestamps
     from trtpipe.pipeline.bench.protocols.connect import Wiring
     from trtpipe.pipeline.bench.selftest import Finding, ceiling, check, measure
     from trtpipe.pipeline.cli import console, console_progress

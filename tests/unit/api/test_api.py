@@ -29,7 +29,8 @@ from tests.support.factories import hf_folder, write_passport, write_tokenizer
 from tests.support.paths import ROOT
 from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.api.arguments import checked
-from trtpipe.pipeline.api.bench import choose, measure
+from trtpipe.pipeline.api.bench import measure
+from trtpipe.pipeline.api.bench_options import choose
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.protocols.connect import Wiring

@@ -13,7 +13,7 @@ import pytest
 import trtpipe
 from tests.support.factories import hf_folder
 from trtpipe.pipeline.api.arguments import KINDS
-from trtpipe.pipeline.api.bench import choose
+from trtpipe.pipeline.api.bench_options import choose
 from trtpipe.pipeline.serving import serve as serving
 
 # A client of no server: its arguments are looked at first.

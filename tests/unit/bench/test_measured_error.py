@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trtpipe.engines.errors import Ended, HostError, StageFailed, UsageError
-from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.api.bench import measure
 from trtpipe.pipeline.bench import selftest
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
@@ -56,7 +56,7 @@ def test_a_signal_meanwhile_does_not_lose_the_measurement(
     monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *given: report())
     monkeypatch.setattr(selftest, "state_error", end)
     options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
-    measured = api.measure(options, None)
+    measured = measure(options, None)
     assert (measured.interrupted, measured.ended_by) == (True, number)
 
 
@@ -71,7 +71,7 @@ def test_an_error_meanwhile_does_not_lose_the_measurement(
     monkeypatch.setattr(selftest, "state_error", fail)
     options: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json", wiring=Wiring(transport="tritonclient"))
     said: list[str] = []
-    assert not api.measure(options, None, note=said.append).partial
+    assert not measure(options, None, note=said.append).partial
     assert said == [f"how wrong tritonclient is here is not known: {error}"]
 
 

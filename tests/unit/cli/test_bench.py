@@ -13,6 +13,7 @@ from tests.support.factories import write_passport
 from tests.unit.cli.conftest import Run, remember
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.api import bench as api
+from trtpipe.pipeline.api import bench_options
 from trtpipe.pipeline.bench.monitors import server
 from trtpipe.pipeline.bench.options import BenchOptions, Target
 from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
@@ -67,7 +68,7 @@ def test_a_report_may_be_given_a_folder(run: Run, in_folder: Path, monkeypatch: 
 def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("TRTPIPE_API_KEY", key)
     with pytest.raises(UsageError) as error:
-        api.headers()
+        bench_options.headers()
     assert str(error.value) == (
         "the key in TRTPIPE_API_KEY has a control character or a letter outside ASCII: it is sent in an HTTP header; "
         "give the key alone"
@@ -87,7 +88,7 @@ def test_white_space_around_a_key_is_not_sent(
     monkeypatch: pytest.MonkeyPatch, key: str, headers: dict[str, str]
 ) -> None:
     monkeypatch.setenv("TRTPIPE_API_KEY", key)
-    assert api.headers() == headers
+    assert bench_options.headers() == headers
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_whose_stamps_a_measurement_takes(
     run: Run, monkeypatch: pytest.MonkeyPatch, linux: bool, words: list[str], kernel: bool
 ) -> None:
     taken: list[bool] = []
-    monkeypatch.setattr(api, "LINUX", linux)
+    monkeypatch.setattr(bench_options, "LINUX", linux)
     monkeypatch.setattr(bench, "_measure", lambda options, *rest, **more: taken.append(options.wiring.kernel_stamps))
     given = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", __file__]
     assert run("bench", *given, *words).status == 0
@@ -123,7 +124,7 @@ def test_stamps_of_the_kernel_where_there_are_none(
         "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves; "
         "leave it out, or leave out --transport tritonclient",
     )
-    monkeypatch.setattr(api, "LINUX", False)
+    monkeypatch.setattr(bench_options, "LINUX", False)
     done = run(*command, "--kernel-timestamps")
     assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
 
@@ -206,7 +207,7 @@ def test_a_repetition_knows_the_engine_that_is_served_at_its_addresses(
 
     def at(url: str, tokenizer: Path) -> str | None:
         options = SimpleNamespace(targets=[Target(protocol="grpc", url=url, model="x")], tokenizer=tokenizer)
-        found = api.served_at(options)  # type: ignore[arg-type]
+        found = bench_options.served_at(options)  # type: ignore[arg-type]
         return None if found is None else found.name
 
     own = served.tokenizer / "tokenizer.json"

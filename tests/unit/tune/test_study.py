@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.bench_records import Row, made
 from tests.support.factories import write_tokenizer
-from trtpipe.pipeline.api.bench import choose, measure
+from trtpipe.pipeline.api.bench import measure
+from trtpipe.pipeline.api.bench_options import choose
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.search import Found, Step, Trial
