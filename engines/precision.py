@@ -5,7 +5,7 @@ A recipe (configs/quant) lists the SMs that run its algorithm; the build enforce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from trtpipe.engines import load_backend
@@ -142,6 +142,8 @@ def resolve_precision(
         raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, dtype_names(recipes)))
     plain = Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     if recipe is None:
+        if group_size is not None:
+            raise UsageError(f"{plain.name} has no groups to choose the size of", remedy="leave the group size out")
         return plain
     if automatic:
         reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"
@@ -202,6 +204,10 @@ def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
     return replace(recipe, kv_cache_quant_algo=choices[kv_cache])
 
 
+def _sms(known: Iterable[int]) -> str:
+    return ", ".join(f"SM{sm}" for sm in known)
+
+
 def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
     """Return `recipe` with the requested group size. Raises UsageError."""
     if group_size is None:
@@ -232,18 +238,16 @@ def check_sm(
         return  # on a CPU the reference runtime executes all recipes
     known = kernel_sms(recipe, runtime)
     if gpu.sm not in known:
-        where = ", ".join(f"SM{sm}" for sm in known)
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}",
-            why=f"it is known to run on {where}",
+            why=f"it is known to run on {_sms(known)}",
             remedy=f"use --dtype {_able(gpu, recipes, runtime, experts=experts, toolchain=toolchain)} here",
         )
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if cache is not None and gpu.sm not in allowed:
-        where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
-            why=f"it is known to run on {where}",
+            why=f"it is known to run on {_sms(allowed)}",
             remedy="use --kv-cache none here",
         )
 

@@ -44,7 +44,8 @@ def bench(
 
     file = None if report is None else place(report)
     if file is not None:
-        check_place(file)
+        read = arguments.get("load"), arguments.get("trace"), arguments.get("prompts"), arguments.get("sharegpt")
+        check_place(file, *read)
     if target is not None and not isinstance(target, str | Path):
         from trtpipe.engines.errors import UsageError
 
@@ -146,11 +147,12 @@ def _outside_a_loop(work: Callable[[Begun], Result]) -> Result:
                     interrupt(signal.SIGINT)
 
 
-def check_place(report: Path) -> None:
-    """Check, before anything is measured, that a report can be written there. Raises UsageError or HostError."""
+def check_place(report: Path, *inputs: str | Path | None) -> None:
+    """Check, before anything is measured, that a report can be written there, and is none of `inputs`, which are read.
+    Raises UsageError or HostError."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.store.folders import require_place
 
-    require_place(report)
+    require_place(report, *inputs)
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")

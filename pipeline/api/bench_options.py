@@ -303,7 +303,7 @@ def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.store.store import Store
 
-    found = servers.find_running(Store(default_home()), server, target)
+    found = servers.find_ready(Store(default_home()), server, target)
     return found, found.find(target)
 
 

@@ -90,18 +90,18 @@ def prove(
         "accept_accuracy": True, "set": {**SIZES, **(set or {})},
     }  # fmt: skip
     specs: dict[str, BuildSpec] = {}
-    refused: dict[str, str] = {}
+    errors: dict[str, UsageError] = {}
     for name in names or ("bf16", *(one for one in facts.load_quant_recipes() if one != "none")):
         try:
             specs[name] = settings(**common, dtype=name)
         except UsageError as error:
             if name not in dtype_names(facts.load_quant_recipes()):
                 raise
-            refused[name] = str(error)
+            errors[name] = error
+    refused = {name: str(error) for name, error in errors.items()}
     if not specs:
-        reasons = list(dict.fromkeys(refused.values()))
-        if len(reasons) == 1:
-            raise UsageError(reasons[0])
+        if len({*refused.values()}) == 1:
+            raise next(iter(errors.values()))
         raise UsageError("no precision is left to prove", why="; ".join(f"{k}: {v}" for k, v in refused.items()))
     if gpu != "cpu":
         read_gpus()  # raises HostError here, not once for each precision
@@ -196,7 +196,7 @@ def _lane(
     """`runs`: where the targets' run folders are made, so that none of ./runs is replaced."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build, settings
-    from trtpipe.pipeline.prove.proof import Lane
+    from trtpipe.pipeline.prove.proof import ANSWERS, Lane
 
     def made(what: Mapping[str, Any], target: str) -> Callable[[], tuple[str, Built]]:
         def work() -> tuple[str, Built]:
@@ -215,10 +215,10 @@ def _lane(
         target = settings(**reference).target
     except UsageError as error:  # a precision that other runtimes have
         way.leave_out("reference build", str(error))
-        way.leave_out("reference text", str(error))
+        way.leave_out(ANSWERS, str(error))
     else:
         way.step("reference build", made(reference, target))
-        way.step("reference text", lambda: _compared(served[0] if served else [], runs / target, spec, ready_s))
+        way.step(ANSWERS, lambda: _compared(served[0] if served else [], runs / target, spec, ready_s))
     return Lane(dtype=way.dtype, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 

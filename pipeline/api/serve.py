@@ -55,15 +55,15 @@ class Client:
 
         adapter  LoRA adapter that answers; the model alone if left out
 
-        Raises UsageError.
+        Raises UsageError, and HostError while the server is being started again.
         """
         from trtpipe.configs.home import default_home
         from trtpipe.engines.errors import UsageError
-        from trtpipe.pipeline.serving.servers import find_running
+        from trtpipe.pipeline.serving.servers import find_ready
         from trtpipe.pipeline.store.store import Store
 
         name = None if target is None else str(target)
-        self._server: Server = find_running(Store(default_home()), server, name)
+        self._server: Server = find_ready(Store(default_home()), server, name)
         self._served: Served = self._server.find(name)
         self._adapter = adapter
         if adapter is not None and self._server.gateway_url is None:

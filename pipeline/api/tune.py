@@ -135,6 +135,8 @@ class _Session:
             "tokenizer": self._run.path / "tokenizer" / "tokenizer.json",
         }
         self._options, _ = choose(**plain)
+        if len(self._options.targets) > 1:
+            raise UsageError(f"--protocol {protocol} are several", remedy="give the one that users will use")
         self._arrivals = self._search(self._options, find, rate=None, seconds=1.0, number=0, limit_s=1.0).loads[0]
         require_room(self._options.work, self._spec.target, self._run.linked("repository"))
         self._find, self._engine_python, self._ready_s = find, engine_python, ready_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,9 @@ def bench(
     server: Annotated[
         str | None, _server("Name of a running server; the only one if left out.", autocompletion=complete.servers)
     ] = None,
-    target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
+    target: Annotated[
+        str | None, _server("Target to measure, where the server has several.", autocompletion=complete.targets)
+    ] = None,
     protocol: Annotated[
         str | None,
         _server(
@@ -133,7 +135,7 @@ def bench(
             "sampling": _sampling(sampling or []),
         }
     )
-    _measure(options, served, report, as_json=as_json)
+    _measure(options, served, report, (load,), as_json=as_json)
 
 
 @app.command(cls=SectionedCommand)
@@ -164,6 +166,7 @@ def again(
     from dataclasses import replace
 
     from trtpipe.pipeline.api.bench_options import headers, served_at, served_tokenizers
+    from trtpipe.pipeline.bench.results import folders
     from trtpipe.pipeline.bench.results.files import read_again
 
     options = read_again(earlier, tokenizer, served_tokenizers())
@@ -177,7 +180,7 @@ def again(
         from trtpipe.pipeline.bench.monitors.server import require_metrics
 
         require_metrics(metrics_url)
-    _measure(options, served_at(options), report, as_json=as_json)
+    _measure(options, served_at(options), report, (earlier, folders.place(earlier)), as_json=as_json)
 
 
 @app.command(cls=SectionedCommand)
@@ -279,7 +282,9 @@ def compare(
     )
     if html is not None:  # before the table, whose reader may close the pipe
         from trtpipe.pipeline.bench.compare import page
+        from trtpipe.pipeline.store.folders import require_place
 
+        require_place(html, *compared.paths.values())
         page.write(compared, html)
     console_bench.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
@@ -301,8 +306,12 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _measure(options: BenchOptions, served: Served | None, report: str | None, *, as_json: bool) -> None:
-    """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
+def _measure(
+    options: BenchOptions, served: Served | None, report: str | None, read: Sequence[str | Path | None], *,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run the benchmark, write and print the report. Raises UsageError where that is one of the files `read` for the
+    options, StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
     from trtpipe.engines.json_input import load_json
     from trtpipe.pipeline.api.bench import check_place, measure
@@ -311,7 +320,7 @@ def _measure(options: BenchOptions, served: Served | None, report: str | None, *
 
     name = served.target if served is not None else options.targets[0].model
     place = folders.new(name) if report is None else folders.place(report)
-    check_place(place)
+    check_place(place, *read, *options.work.files)
     with console_bench.progress() as progress:
         measured = measure(options, served, progress, console.note)
     if measured.interrupted and not any(result.requests["measured"] for result in measured.results):

@@ -189,7 +189,7 @@ def _note_replaced(spec: BuildSpec) -> None:
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.run_folder import RunFolder
     from trtpipe.pipeline.serving.servers import running
-    from trtpipe.pipeline.serving.targets import server_of
+    from trtpipe.pipeline.serving.targets import servers_of
 
     run = RunFolder.of(spec.target)
     before, now = run.recorded(), parse_json(json.dumps(spec.to_json()))
@@ -198,11 +198,10 @@ def _note_replaced(spec: BuildSpec) -> None:
     maker = _maker(before)
     if maker != _maker(now):
         console.note(f"this replaces {spec.target}, which {maker} made: to keep both, build in another folder")
-    server = server_of(run.path, running(own_store()))
-    if server is not None:
+    for server in servers_of(run.path, running(own_store())):
         able = not server.native and all(one.source is not None for one in server.served)
         ways = f"`trtpipe reload {server.name}` gives" if able else "stop it, and serve it again, which gives"
-        console.note(f"{spec.target} is served: {ways} its server the new one")
+        console.note(f"{spec.target} is served: once it is built, {ways} its server the new one")
 
 
 def _maker(plan: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def chat(
     from trtpipe.pipeline.serving.openai_client import ContextFull
 
     check_options(SamplingParams(temperature=temperature), max_tokens)
-    found = servers.find_running(own_store(), server, target)
+    found = servers.find_ready(own_store(), server, target)
     served = found.find(target)
     if found.gateway_url is None:
         raise UsageError(f"{found.name} has no gateway", remedy="serve it without --no-openai, or use `generate`")

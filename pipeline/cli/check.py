@@ -7,13 +7,23 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import AllowModelCode, Json
 
 
 def check(
-    repository: Annotated[Path, typer.Argument(help="A model repository, ours or anybody's, or a target in ./runs.")],
+    repository: Annotated[
+        Path,
+        typer.Argument(
+            help="A model repository, ours or anybody's, or a target in ./runs.", autocompletion=complete.targets
+        ),
+    ],
     toolchain: Annotated[
-        str | None, typer.Option(help="TensorRT-LLM release that will serve it; detected if left out.")
+        str | None,
+        typer.Option(
+            help="TensorRT-LLM release that will serve it; detected if left out.",
+            autocompletion=complete.of("toolchains"),
+        ),
     ] = None,
     here: Annotated[bool, typer.Option("--here", help="Also check that this machine's GPUs can serve it.")] = False,
     allow_model_code: AllowModelCode = False,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, Target, own_store
 
@@ -27,7 +28,9 @@ def _deploy() -> None:
 
 @deploy.command(cls=SectionedCommand)
 def k8s(
-    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    target: Annotated[
+        str, typer.Argument(help="A target in ./runs, or a model repository.", autocompletion=complete.targets)
+    ],
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new or empty.")],
     pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
     model_image: Annotated[str | None, typer.Option(help="Container image that holds the repository.")] = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import FILE
 
 PORT: Any = {"min": 0, "max": 65535}
@@ -49,7 +50,9 @@ TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PE
 
 
 def gateway(
-    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    target: Annotated[
+        str, typer.Argument(help="A target in ./runs, or a model repository.", autocompletion=complete.targets)
+    ],
     triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
     served_model_name: ServedModelName = None,
     tool_format: ToolFormat = None,

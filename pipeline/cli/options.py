@@ -122,7 +122,10 @@ ServerName = Annotated[
 AdapterName = Annotated[
     str | None, typer.Option("--adapter", help="LoRA adapter to answer with, of `trtpipe lora list`.")
 ]
-TargetName = Annotated[str | None, typer.Option("--target", help="Target to ask, where several are served.")]
+TargetName = Annotated[
+    str | None,
+    typer.Option("--target", help="Target to ask, where several are served.", autocompletion=complete.targets),
+]
 
 
 TrustOrigin = Annotated[

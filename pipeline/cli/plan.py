@@ -44,10 +44,17 @@ def plan(
     ] = None,
     runtime: Annotated[
         str | None,
-        hardware_option("Runtime: tensorrt_llm, trtllm_pytorch, vllm; `trtpipe config`'s, else tensorrt_llm."),
+        hardware_option(
+            "Runtime: tensorrt_llm, trtllm_pytorch, vllm; `trtpipe config`'s, else tensorrt_llm.",
+            autocompletion=complete.words("tensorrt_llm", "trtllm_pytorch", "vllm"),
+        ),
     ] = None,
     toolchain: Annotated[
-        str | None, hardware_option("Release of TensorRT-LLM to plan for; the default toolchain's if left out.")
+        str | None,
+        hardware_option(
+            "Release of TensorRT-LLM to plan for; the default toolchain's if left out.",
+            autocompletion=complete.of("toolchains"),
+        ),
     ] = None,
     load: Annotated[
         str | None,
@@ -113,12 +120,14 @@ def plan(
             raise UsageError(
                 f"--{'against' if against else 'calibrate'} takes the models of its table", remedy="leave out --model"
             )
+        if page is not None:
+            raise UsageError("--page is of plans, not of a comparison with measured runs", remedy="leave it out")
         console_plan.comparison(*compared(table, calibrate=calibrate is not None), as_json=as_json)
         return
     if model is None:
         raise UsageError("no --model is given", remedy="name one of `trtpipe models`, or a folder")
     if page is not None:
-        require_place(page)
+        require_place(page, load)
     own = config.read_config()
     if runtime is None and own.runtime is not None:
         try:

@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Executor, Gpu, Json, Runtime, Set, Toolchain
 from trtpipe.pipeline.cli.serve import ReadyTimeout
 
 
 def prove(
-    model: Annotated[str, typer.Option(help="A name of `trtpipe models`, a folder, or a Hugging Face id.")] = (
-        "smollm2-135m"
-    ),
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A name of `trtpipe models`, a folder, or a Hugging Face id.", autocompletion=complete.of("models")
+        ),
+    ] = "smollm2-135m",
     gpu: Gpu = None,
     runtime: Runtime = None,
     dtype: Annotated[

@@ -267,7 +267,7 @@ def provenance(
     from trtpipe.pipeline.store.folders import require_place, write_whole
 
     if out is not None:
-        require_place(out)
+        require_place(out, sign_key)
     made = statement(require_run(target), own_store())
     written = signed(made, sign_key)
     if out is None:

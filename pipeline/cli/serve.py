@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.gateway import (
     PORT,
     ApiKeysFile,
@@ -35,7 +36,11 @@ def serve(
         typer.Option(help="triton, or native: the runtime's own server (vllm serve, trtllm-serve) at --openai-port."),
     ] = "triton",
     server: Annotated[
-        str, typer.Option(help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.")
+        str,
+        typer.Option(
+            help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.",
+            autocompletion=complete.words("auto", "local", "docker"),
+        ),
     ] = "auto",
     image: Annotated[str | None, typer.Option(help="Image of a docker server; the toolchain's if left out.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

@@ -92,7 +92,10 @@ def top(
 
 
 def reload(
-    target: Annotated[str | None, typer.Argument(help="Target to load; the server's own if left out.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(help="Target to load; the server's own if left out.", autocompletion=complete.targets),
+    ] = None,
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
     as_json: Json = False,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Json, own_store
 
 
@@ -31,13 +32,14 @@ def ls(as_json: Json = False) -> None:
     else:
         now = time.time()
         rows = [
-            (one.name, one.state, console.size(one.size), _age(now - one.updated), one.server or "") for one in found
+            (one.name, one.state, console.size(one.size), _age(now - one.updated), ", ".join(one.servers))
+            for one in found
         ]
         console.table(("target", "state", "size", "age", "served by"), rows, numeric=("size", "age"))
 
 
 def rm(
-    targets: Annotated[list[str], typer.Argument(help="Targets in ./runs.")],
+    targets: Annotated[list[str], typer.Argument(help="Targets in ./runs.", autocompletion=complete.targets)],
     gc: Annotated[bool, typer.Option("--gc", help="Also delete artefacts that no run refers to.")] = False,
     studies: Annotated[bool, typer.Option("--studies", help="Also delete what `tune` measured for them.")] = False,
     as_json: Json = False,

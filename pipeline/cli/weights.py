@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import FILE, FOLDER, GroupSize, Json, KvCache, MoeEp, MoeTp, Tasks, Toolchain
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ def convert(
 def quantize(
     hf_dir: HfFolder,
     out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
-    quant: Annotated[str, typer.Option(help="Recipe, of `trtpipe quants`: fp8, int8-sq, int4-awq, ...")],
+    quant: Annotated[
+        str,
+        typer.Option(
+            help="Recipe, of `trtpipe quants`: fp8, int8-sq, int4-awq, ...", autocompletion=complete.of("quant")
+        ),
+    ],
     kv_cache: KvCache = None,
     calib: Annotated[
         str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
@@ -170,7 +176,7 @@ def quantize(
     layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout, device=device, scales=scales)
     if save_scales is not None:
-        require_place(save_scales)
+        require_place(save_scales, scales)
     rows, unread = None, []
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)

@@ -298,7 +298,9 @@ def build(
         what = f"{request.method} {quoted(path)}: {error.detail}"
         if error.status_code == 404 and f"/v1{path}" in {getattr(route, "path", "") for route in app.routes}:
             what += f"; try /v1{path}, with /v1 at the end of the base URL"
-        return refuse(request, Failure(error.status_code, what))
+        response = refuse(request, Failure(error.status_code, what))
+        response.headers.update(error.headers or {})  # a 405's Allow
+        return response
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

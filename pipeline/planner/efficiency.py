@@ -102,7 +102,7 @@ class Efficiency:
         """Efficiency of a runtime, in a release of TensorRT-LLM: the nearest at or before `release` that was fitted,
         else the oldest; without `release` the newest. Raises UsageError for a runtime that cannot be predicted."""
         if runtime != "tensorrt_llm" and runtime not in self.runtimes:
-            known = ["tensorrt_llm", *self.runtimes]
+            known = sorted({"tensorrt_llm", *self.runtimes})
             raise UsageError(f"the speed of runtime {runtime} is not predicted", remedy=suggestion(runtime, known))
         rows = self.releases.get(runtime, {})
         slower = 1.0

@@ -10,6 +10,8 @@ from trtpipe.engines.short_repr import short_repr
 
 SCHEMA = "trtpipe.proof/1"
 JSON_NAME, HTML_NAME = "proof.json", "proof.html"
+# The step that compares answers with the reference runtime's.
+ANSWERS = "reference text"
 State = Literal["held", "failed", "left out"]
 
 
@@ -47,6 +49,11 @@ class Lane:
     def held(self) -> bool:
         return all(step.state != "failed" for step in self.steps)
 
+    @property
+    def compared(self) -> bool:
+        """Whether its answers were compared with the reference runtime's."""
+        return any(step.name == ANSWERS and step.state != "left out" for step in self.steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
@@ -70,8 +77,9 @@ class Proof:
 
     @property
     def caution(self) -> str:
-        """What the comparison of answers does not show for the reference runtime; empty for the others."""
-        if self.runtime != "reference":
+        """What the comparison of answers does not show for the reference runtime; empty for the others, and where
+        nothing was compared."""
+        if self.runtime != "reference" or not any(lane.compared for lane in self.lanes):
             return ""
         return (
             "the reference runtime was compared with itself, served twice: this shows that its answers repeat, not "

@@ -59,7 +59,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
         elif found is not None:
             known[stage.makes] = _entry(stage.makes, found.manifest)
         elif known.get(stage.makes, {}).get("annotations", {}).get("key") != record.key:
-            raise _lost(stage, run)
+            raise _lost(stage, run, store)
     if not known:
         raise InputDataError(f"{run.path} has no artefacts", remedy=run.rebuild)
     for makes, entry in known.items():
@@ -187,7 +187,7 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
                 f"the {stage.makes} of {run.path.name} is damaged", why=fault, remedy=run.again(stage.name)
             )
         if run.find(stage.name, store) is None:
-            raise _lost(stage, run)
+            raise _lost(stage, run, store)
         keys.add(record.key)
     lines = check_chain(mine)
     if told is not None:
@@ -202,10 +202,9 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
     return Verified(lines, elsewhere)
 
 
-def _lost(stage: Stage, run: RunFolder) -> InputDataError:
-    return InputDataError(
-        f"the {stage.makes} of {run.path.name} is no longer in the store", remedy=run.again(stage.name)
-    )
+def _lost(stage: Stage, run: RunFolder, store: Store) -> InputDataError:
+    why = run.fault(stage.name, store) or "it is no longer in the store"
+    return InputDataError(f"the {stage.makes} of {run.path.name} cannot be used", why=why, remedy=run.again(stage.name))
 
 
 def _said(told: Statement) -> tuple[Any, ...]:

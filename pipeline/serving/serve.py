@@ -135,6 +135,7 @@ def _require_not_served(targets: Sequence[Found], name: str, store: Store) -> No
         if server.name == name and server.watcher != os.getpid():
             raise UsageError(
                 f"{name} is already served at {server.endpoints.http_url}",
+                why="" if server.alive else "it is being started again, see `trtpipe ps`",
                 remedy=f"run `trtpipe stop` first, or serve it as NAME: `ln -s {targets[0].name} runs/NAME`",
             )
 

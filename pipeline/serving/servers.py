@@ -295,6 +295,14 @@ def find_running(store: Store, name: str | None, target: str | None = None) -> S
     return servers[0]
 
 
+def find_ready(store: Store, name: str | None, target: str | None = None) -> Server:
+    """As `find_running`, for requests. Raises HostError for a server whose process is being started again."""
+    found = find_running(store, name, target)
+    if not found.alive:
+        raise HostError(f"{found.name} is being started again", remedy="wait until `trtpipe ps` says running")
+    return found
+
+
 def none_running(store: Store, name: str | None) -> UsageError:
     """The error where no server of that name runs, or none at all; it names those that run, or that have died."""
     found = recorded(store)

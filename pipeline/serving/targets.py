@@ -25,7 +25,7 @@ class Target:
     done, missing  names of its stages with and without an artefact
     size     bytes of its artefacts, equal files counted once
     updated  time of its last change, in seconds since 1970
-    server   name of the running server that has it
+    servers  names of the running servers that have it
     """
 
     name: str
@@ -38,22 +38,22 @@ class Target:
     missing: tuple[str, ...]
     size: int
     updated: float
-    server: str | None
+    servers: tuple[str, ...]
 
 
 def list_targets(store: Store) -> list[Target]:
     """The targets in ./runs by name."""
     servers = running(store)
     runs = [RunFolder(plan.parent) for plan in sorted(RUNS.glob("*/plan.json"))]
-    return [_describe(run, store, server_of(run.path, servers)) for run in runs]
+    return [_describe(run, store, servers_of(run.path, servers)) for run in runs]
 
 
-def server_of(run: Path, servers: Sequence[Server]) -> Server | None:
-    """The server that has what is in a run folder."""
-    return next((server for server in servers for served in server.served if served.comes_from(run)), None)
+def servers_of(run: Path, servers: Sequence[Server]) -> list[Server]:
+    """The servers that have what is in a run folder: several where links name it."""
+    return [server for server in servers if any(served.comes_from(run) for served in server.served)]
 
 
-def _describe(run: RunFolder, store: Store, server: Server | None) -> Target:
+def _describe(run: RunFolder, store: Store, servers: Sequence[Server]) -> Target:
     spec, folders = None, list[Path]()
     with contextlib.suppress(TrtpipeError):
         spec = run.spec()
@@ -84,7 +84,7 @@ def _describe(run: RunFolder, store: Store, server: Server | None) -> Target:
         missing=missing,
         size=sum({file.sha256: file.size for manifest in manifests for file in manifest.files}.values()),
         updated=max(path.stat().st_mtime for path in run.path.glob("*.json")),
-        server=None if server is None else server.name,
+        servers=tuple(server.name for server in servers),
     )
 
 
@@ -105,8 +105,9 @@ def remove_targets(names: Sequence[str], store: Store, *, studies: bool = False)
             raise UsageError(
                 f"{path} is no run folder of {store.home}", remedy="give a name of `trtpipe ls`, or remove it yourself"
             )
-        if server := server_of(path, servers):
-            raise UsageError(f"{path.name} is served", remedy=f"run `trtpipe stop {server.name}` first")
+        if serving := servers_of(path, servers):
+            stops = " and ".join(f"`trtpipe stop {server.name}`" for server in serving)
+            raise UsageError(f"{path.name} is served", remedy=f"run {stops} first")
         RunFolder(path).require_untuned(store)
         if not studies and (count := len(list(path.glob("tune/*/")))):
             raise UsageError(

@@ -81,10 +81,12 @@ def require_replaceable(path: Path) -> None:
         raise UsageError(f"{path} is not a regular file", remedy="give the name of a file")
 
 
-def require_place(path: Path) -> None:
-    """Check, before the work whose result it is to hold, that a file can be written there. Raises HostError, and
-    UsageError as `require_replaceable`."""
+def require_place(path: Path, *inputs: str | Path | None) -> None:
+    """Check, before the work whose result it is to hold, that a file can be written there, and is none of `inputs`,
+    which the work reads. Raises HostError, and UsageError as `require_replaceable`."""
     require_replaceable(path)
+    if any(one is not None and path.exists() and Path(one).exists() and path.samefile(one) for one in inputs):
+        raise UsageError(f"{path} is read by the same command", remedy="give another file to write")
     try:
         # Missing folders are made with the file: work that fails before leaves none behind.
         with tempfile.TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())):

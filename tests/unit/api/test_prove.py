@@ -21,7 +21,7 @@ from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.api import prove
 from trtpipe.pipeline.cli.prove import prove as command
 from trtpipe.pipeline.prove import page
-from trtpipe.pipeline.prove.proof import Lane, Proof
+from trtpipe.pipeline.prove.proof import ANSWERS, Lane, Proof, State, Step
 
 
 def test_a_ctrl_c_while_it_measures_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,16 +139,18 @@ def test_what_serve_would_lack_is_told_before_anything_is_built(
 
 
 def test_the_reference_runtime_compared_with_itself_is_told() -> None:
-    def proof(runtime: str) -> Proof:
+    def proof(runtime: str, state: State = "held") -> Proof:
+        steps = (Step(name=ANSWERS, state=state, seconds=1.0, told=""),)
         return Proof(
             version="1", date="2026-11-27", machine={"gpu": "cpu", "driver": "none"}, model="m", runtime=runtime,
-            lanes=(Lane(dtype="fp8-kv", target="t", steps=()),), refused={},
+            lanes=(Lane(dtype="fp8-kv", target="t", steps=steps),), refused={},
         )  # fmt: skip
 
     told = "he reference runtime was compared with itself, served twice"
     assert (told in page.render(proof("reference")), told in page.render(proof("vllm"))) == (True, False)
     assert told in proof("reference").to_json()["caution"]
     assert proof("vllm").to_json()["caution"] == ""
+    assert proof("reference", "left out").to_json()["caution"] == ""
 
 
 def test_precisions_may_have_spaces_between_them(monkeypatch: pytest.MonkeyPatch) -> None:

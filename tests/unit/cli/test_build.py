@@ -98,11 +98,13 @@ def test_a_build_of_another_recipe_says_what_it_replaces(
     remember(store, target, source=Path("runs") / target)
     monkeypatch.setattr("trtpipe.pipeline.serving.servers.Server.alive", True)
     told = " ".join(run(*words, "batch.yaml", "--set", "build.max_batch_size=2").err.split())
-    assert f"{target} is served: `trtpipe reload {target}` gives its server the new one" in told
+    assert f"{target} is served: once it is built, `trtpipe reload {target}` gives its server the new one" in told
     assert "this replaces" not in told
     remember(store, target)  # as 0.1 did
     told = " ".join(run(*words, "batch.yaml", "--set", "build.max_batch_size=3").err.split())
-    assert f"{target} is served: stop it, and serve it again, which gives its server the new one" in told
+    assert (
+        f"{target} is served: once it is built, stop it, and serve it again, which gives its server the new one" in told
+    )
     told = " ".join(build(model, "--until", "download").err.split())
     assert f"this replaces {target}, which batch.yaml made" in told
 
@@ -279,7 +281,7 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
         ["tiny.cpu.bf16", "nothing is made"], ["tiny.cpu.fp32", "complete"],
     ]  # fmt: skip
     _, whole = json.loads(run("ls", "--json").out)
-    assert (whole["model"], whole["gpu"], whole["dtype"], whole["server"]) == ("tiny", "cpu", "fp32", None)
+    assert (whole["model"], whole["gpu"], whole["dtype"], whole["servers"]) == ("tiny", "cpu", "fp32", [])
     assert (whole["done"][0], whole["done"][-1], whole["missing"]) == ("download", "package", [])
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "tiny.cpu.fp32")

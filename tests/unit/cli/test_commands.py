@@ -188,6 +188,12 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
     assert refused("bench", *there, "--report", "/dev/full") == (
         "/dev/full is not a regular file; give the name of a file"
     )
+    Path("load.yaml").write_text("load: {concurrency: [1], requests: 2}\n")
+    for words in (["--prompts", "prompts.jsonl"], ["--load", "load.yaml"]):
+        Path("prompts.jsonl").write_text('{"prompt": "a"}\n')
+        assert refused("bench", *there, *words, "--report", words[1]) == (
+            f"{words[1]} is read by the same command; give another file to write"
+        )
     assert refused("bench", *there, "--report", "x.html") == (
         "--report x.html is the name of a file beside it; give a name such as report.json"
     )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from tests.unit.cli.conftest import Run
+from trtpipe.pipeline.cli.app import app
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,20 @@ def test_the_script_is_one_that_the_shell_reads(run: Run, tmp_path: Path, shell:
 def test_a_shell_that_is_not_known(run: Run) -> None:
     done = run("completion", "fsh")
     assert (done.status, done.error()) == (2, "there is no completion for the shell 'fsh'; did you mean 'fish'?")
+
+
+# Arguments and options that take one of the names that docs/command-line.md says are completed.
+NAMED = ("gpu", "load", "model", "quant", "recipe", "runtime", "server", "target", "targets", "toolchain")
+# A target that is in a registry, and a text.
+ELSEWHERE = {("pull", "target"), ("bench", "model")} | {("search", name) for name in ("gpu", "model", "toolchain")}
+
+
+def test_names_are_completed_wherever_one_is_taken() -> None:
+    def without(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        for name, child in getattr(command, "commands", {}).items():
+            yield from without(child, (*path, name))
+        for one in command.params:
+            if one.name in NAMED and one._custom_shell_complete is None:
+                yield (" ".join(path), one.name)
+
+    assert set(without(typer.main.get_command(app), ())) - ELSEWHERE == set()

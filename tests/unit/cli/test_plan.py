@@ -81,6 +81,8 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--page", ""], ". is a folder; give the name of a file"),
         (["--disaggregated", "999999999"],
          "--disaggregated is 999999999; give a whole number up to 256; see `trtpipe plan --help`"),
+        (["--load", __file__, "--page", __file__],
+         f"{__file__} is read by the same command; give another file to write"),
         (["--load", "chatt"], "unknown load 'chatt': there is no such file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "lower --input-tokens"),

@@ -124,6 +124,12 @@ def test_a_target_that_is_served_is_served_once_more_by_another_name(
     )
     Path("runs/second").symlink_to("tiny.cpu.fp32")
     assert run("serve", "second", *ports).error() == "the server is next"
+    remember(store, "second", source=Path("runs/tiny.cpu.fp32").absolute())
+    remember(store, "tiny.cpu.fp32", source=Path("runs/tiny.cpu.fp32").absolute())
+    assert [row[-1] for row in rows(run("ls").out)[1:]] == ["second, tiny.cpu.fp32"] * 2
+    assert run("rm", "tiny.cpu.fp32").error() == (
+        "tiny.cpu.fp32 is served; run `trtpipe stop second` and `trtpipe stop tiny.cpu.fp32` first"
+    )
     assert (store.home / "servers" / "second" / "models" / "tensorrt_llm").is_dir()
 
 
@@ -445,6 +451,10 @@ def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, mon
     (told,) = json.loads(run("ps", "--json").out)
     assert (told["state"], told["pid"]) == ("restarting", None)
     assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
+    again = "a is being started again; wait until `trtpipe ps` says running"
+    for words in (["generate", "Hello"], ["bench", "--server", "a"]):
+        done = run(*words)
+        assert (done.status, done.error()) == (4, again)
 
 
 def test_a_server_whose_gateway_and_watchdog_have_ended_is_called_so(

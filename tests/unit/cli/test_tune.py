@@ -87,3 +87,9 @@ def test_it_says_which_rates_are_less_precise_than_asked_for(
 ) -> None:
     study(monkeypatch, tmp_path, measured(AS_IT_IS, 14.0), measured(BATCH, 16.0, "the client was the limit at 20"))
     assert run(*ASKED).err == "build.max_batch_size=32: the client was the limit at 20\n"
+
+
+def test_one_protocol_is_tuned_for(run: Command, build: Command, model: Path) -> None:
+    assert build(model).status == 0
+    done = run(*ASKED, "--protocol", "chat,grpc")
+    assert (done.status, done.error()) == (2, "--protocol chat,grpc are several; give the one that users will use")

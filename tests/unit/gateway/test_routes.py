@@ -47,7 +47,8 @@ def test_other_routes(folder: Path) -> None:
             told = f"POST {path}: Not Found; try /v1{path}, with /v1 at the end of the base URL"
             assert (without.status_code, without.json()["error"]["message"]) == (404, told)
         assert "; try /v1/models, " in (await client.get("/models")).json()["error"]["message"]
-        assert (await client.get(CHAT)).status_code == 405
+        wrong = await client.get(CHAT)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
         counted = (await client.get("/metrics")).text
         # A wrong method is no fault of the server, whose share of 5xx the dashboard shows.
         assert 'requests_total{endpoint="chat",status="405"} 1' in counted

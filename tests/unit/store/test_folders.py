@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trtpipe.engines.errors import UsageError
-from trtpipe.pipeline.store.folders import new_folder, write_whole
+from trtpipe.pipeline.store.folders import new_folder, require_place, write_whole
 
 
 def test_the_folder_takes_its_name_when_the_block_succeeds(tmp_path: Path) -> None:
@@ -128,3 +128,12 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     ends.set()
     reader.join()
     assert seen <= texts
+
+
+def test_no_file_is_written_in_place_of_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "read").write_text("1")
+    (tmp_path / "link").symlink_to("read")
+    for out in ("read", "link", "../" + tmp_path.name + "/read"):
+        with pytest.raises(UsageError, match="is read by the same command"):
+            require_place(tmp_path / out, None, tmp_path / "read")
+    require_place(tmp_path / "other", None, "chat", tmp_path / "read")

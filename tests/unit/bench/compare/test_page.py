@@ -31,6 +31,12 @@ def test_the_command_draws_several_reports_in_one_chart(
         saved(in_folder / f"{at}", *load_points, **h100(tp_size=1 + at, pp_size=1))
         for at, load_points in enumerate(runs)
     ]
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "compare", *map(str, paths), "--html", str(paths[1])])
+    before = paths[1].read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, paths[1].read_bytes()) == (2, before)
+    assert "is read by the same command" in capsys.readouterr().err
     command = ["compare", *map(str, paths), "--fail-if", "p50_ttft > 1.5x", "--html", "pages/c.html"]
     monkeypatch.setattr(sys, "argv", ["trtpipe", *command])
     with pytest.raises(SystemExit) as ended:
