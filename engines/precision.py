@@ -142,8 +142,6 @@ def resolve_precision(
         raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, dtype_names(recipes)))
     plain = Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     if recipe is None:
-        if group_size is not None:
-            raise UsageError(f"{plain.name} has no groups to choose the size of", remedy="leave the group size out")
         return plain
     if automatic:
         reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"

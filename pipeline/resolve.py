@@ -83,6 +83,8 @@ def resolve(
         precision = resolve_precision(
             requested, gpu, recipes, cache, group_size, runtime, experts=experts, toolchain=toolchain
         )
+        if group_size is not None and precision.recipe is None:
+            raise UsageError(f"{precision.name} has no groups to choose the size of", remedy="leave the group size out")
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size, runtime)
     accept_accuracy = read_flag(chosen, "accept_accuracy")

@@ -203,6 +203,9 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
         ("nosuch", "stages: download, tokenizer, convert, build, package"),
     ):
         assert build(model, "--until", stage).err == f"error: unknown stage '{stage}'; {known}\n"
+    assert refused("settings", "--recipe", "smollm2-cpu", "--group-size", "64") == (
+        "fp32 has no groups to choose the size of; leave the group size out"
+    )
     assert refused("settings", *SETTINGS, "--set", "build.max_batch_size=8") == (
         "--set build.max_batch_size is given more than once; give it once"
     )

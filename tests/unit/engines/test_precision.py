@@ -220,13 +220,6 @@ def test_an_impossible_kv_cache_is_refused(kv_cache: str, device: GpuSpec, line:
     assert refusal("bf16", device, kv_cache).startswith(line)
 
 
-@pytest.mark.parametrize("requested", ["bf16", "none"])
-def test_weights_as_they_are_have_no_groups(requested: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        resolve_precision(requested, CPU, RECIPES, group_size=64)
-    assert str(caught.value) == f"{requested} has no groups to choose the size of; leave the group size out"
-
-
 @pytest.mark.parametrize(
     ("requested", "remedy"),
     [
