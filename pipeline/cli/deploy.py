@@ -35,7 +35,7 @@ def k8s(
     pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
     model_image: Annotated[str | None, typer.Option(help="Container image that holds the repository.")] = None,
     host_path: Annotated[str | None, typer.Option(help="Folder of the node that holds the repository.")] = None,
-    namespace: Annotated[str, typer.Option(help="Namespace of the resources.")] = "default",
+    namespace: Annotated[str | None, typer.Option(help="Namespace of the resources; `default` if left out.")] = None,
     image: Annotated[str | None, typer.Option(help="Image of the server; the toolchain's if left out.")] = None,
     gateway_image: Annotated[
         str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
@@ -73,11 +73,14 @@ def k8s(
 
     name, repository, _ = repositories.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
-    given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
+    given = {"namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
-             "otlp_endpoint": otlp_endpoint, **set_layer(settings or [])[1]}  # fmt: skip
+             "otlp_endpoint": otlp_endpoint}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
-    made = read.build(DeployConfig, chosen, "--set", UsageError)
+    more = set_layer(settings or [])[1]
+    for key in more.keys() & chosen.keys():
+        raise UsageError(f"--set {key} says what an option says already", remedy=f"leave out --set {key}")
+    made = read.build(DeployConfig, {"name": name, **chosen, **more}, "--set", UsageError)
     place = repositories.called(name, repository)
     compatibility.require_trusted(place, repository, own_store(), allow_code=allow_model_code)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out, repository)

@@ -104,6 +104,13 @@ class DeployConfig:
                 why="it is in a PersistentVolumeClaim, in an image, or in a folder of the node",
                 remedy="give exactly one of " + ", ".join(map(option, STORAGE)),
             )
+        idle = None if self.api_keys and self.openai else self.api_keys_secret
+        if idle is not None:
+            off = "openai" if self.api_keys else "api_keys"
+            raise UsageError(
+                f"{off} is false, and no gateway asks for the keys of api_keys_secret {idle}",
+                remedy="leave one of them out",
+            )
         object.__setattr__(self, "repository_path", _relative(self.repository_path))
         if self.model_image is not None and not self.repository_path:
             raise UsageError(

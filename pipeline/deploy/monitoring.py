@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.yaml_input import load_yaml
+from trtpipe.pipeline.store.folders import write_together
 
 DASHBOARD, SCRAPE, ALERTS = "grafana-dashboard.json", "prometheus.yml", "alerts.yml"
 SERVERS, GATEWAYS = ("localhost:8002",), ("localhost:9000",)
@@ -37,7 +38,7 @@ def write_monitoring(
     key_file           file with a key of the gateways, as Prometheus finds it
 
     Raises UsageError for an invalid address, a key without a gateway, and if `out` is a model repository or a folder in
-    one: Triton takes each folder there for a model.
+    one: Triton takes each folder there for a model. Raises HostError where they cannot be written.
     """
     config = _scrape_config(targets, gateways, key_file)
     for repository in (out, out.absolute().parent):
@@ -48,11 +49,15 @@ def write_monitoring(
             )  # fmt: skip
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file", remedy="name a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
     rules = _alert_rules(sorted(set(repository_models)), gateway=bool(gateways))
-    for name, content in ((SCRAPE, config), (ALERTS, rules)):
-        (out / name).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
+    made = {name: yaml.safe_dump(one, sort_keys=False, width=120) for name, one in ((SCRAPE, config), (ALERTS, rules))}
+    made[DASHBOARD] = (_TEMPLATES / DASHBOARD).read_text(encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_together({out / name: text for name, text in made.items()})
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise HostError(f"{out} cannot be written", why=why, remedy="name another folder, or make room there") from None
 
 
 def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Path | None) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Pa
             "a key of the gateways is given, and there is no gateway", remedy="name gateways, or leave the key out"
         )
     for job, where in zip(config["scrape_configs"], (targets, gateways), strict=True):
-        found = [_address(one) for one in where]
+        found = [_address(one) for one in dict.fromkeys(where)]
         plain, encrypted = ([address for scheme, address in found if scheme == one] for one in ("http", "https"))
         job["static_configs"] = [{"targets": plain}] if plain else []
         if encrypted:

@@ -510,6 +510,9 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run:
     passport(target()).write(in_folder / "r" / ENGINE_FOLDER)
     deploy = ("deploy", "k8s", "r", "--pvc", "models", "-o")
     assert "give --gateway-image" in run(*deploy, "one").error()
+    assert run(*deploy, "one", "--set", "pvc=other").error() == (
+        "--set pvc says what an option says already; leave out --set pvc"
+    )
     settings = ("--set", 'tolerations=["spot:NoSchedule"]', "--set", "api_keys=false")
     assert run(*deploy, "one", "--gateway-image", "ours:1", *settings).status == 0
     written = (in_folder / "one" / "base" / "deployment.yaml").read_text()

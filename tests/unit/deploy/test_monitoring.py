@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtpipe.engines.errors import UsageError
+from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, SCRAPE, write_monitoring
 from trtpipe.pipeline.gateway.shared_counters import MEANINGS, STATUSES
 from trtpipe.pipeline.net.triton_metrics import KNOWN, Family
@@ -216,7 +217,7 @@ def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
     encrypted = {"__scheme__": "https"}
     assert gateways["static_configs"] == [{"targets": ["[::1]:9000"], "labels": encrypted}]
     assert gateways["authorization"] == {"credentials_file": "/etc/prometheus/key"}
-    write_monitoring(MODELS, tmp_path, gateways=["https://gpu-1:9000", "10.0.0.0:9000"])
+    write_monitoring(MODELS, tmp_path, gateways=["https://gpu-1:9000", "10.0.0.0:9000", "10.0.0.0:9000"])
     (_, gateways) = yaml.safe_load((tmp_path / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
     assert gateways["static_configs"] == [
         {"targets": ["10.0.0.0:9000"]}, {"targets": ["gpu-1:9000"], "labels": encrypted}
@@ -321,3 +322,19 @@ def test_the_folder_is_never_put_into_a_model_repository(tmp_path: Path) -> None
     (tmp_path / "afile").touch()
     with pytest.raises(UsageError, match=f"^{tmp_path}/afile is a file; name a folder$"):
         write_monitoring(MODELS, tmp_path / "afile")
+
+
+def test_a_disk_without_room_is_told_with_the_folder_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *arguments: Any, **more: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    out = tmp_path / "watch"
+    with pytest.raises(HostError) as caught:
+        write_monitoring(MODELS, out)
+    assert str(caught.value) == (
+        f"{out} cannot be written: No space left on device; name another folder, or make room there"
+    )
+    assert list(out.iterdir()) == []
