@@ -26,8 +26,9 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Variables that list folders. A relative entry of one means whatever folder the command is run in.
 LISTS = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH")
 # How often a thread of OpenMP, torch's on a CPU, looks for work before it sleeps. libgomp's default of 300,000 keeps
-# the cores busy that another process could use: of two engines on the same two cores each then serves a third of what
-# it serves with 1,000, the number that libgomp takes where it knows that threads are more than cores.
+# the cores busy that a server, the gateway, `bench` or another engine on this machine could use: of two engines on the
+# same two cores each then serves a third of what it serves with 1,000, which libgomp itself takes where it knows that
+# threads are more than cores. An engine that has the machine to itself loses about a tenth.
 SPINS = "1000"
 
 
