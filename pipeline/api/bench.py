@@ -44,8 +44,7 @@ def bench(
 
     file = None if report is None else place(report)
     if file is not None:
-        read = arguments.get("load"), arguments.get("trace"), arguments.get("prompts"), arguments.get("sharegpt")
-        check_place(file, *read)
+        check_place(file, arguments.get("load"))
     if target is not None and not isinstance(target, str | Path):
         from trtpipe.engines.errors import UsageError
 
@@ -60,6 +59,8 @@ def bench(
             )
         arguments["server"], target = target.server, target.target
     options, served = choose(text(target), **arguments)
+    if file is not None:
+        check_place(file, options.tokenizer, *options.work.files)
     measured = measure(options, served, progress)
     if file is not None:
         from trtpipe.pipeline.bench.results.files import write_report
@@ -148,11 +149,14 @@ def _outside_a_loop(work: Callable[[Begun], Result]) -> Result:
 
 
 def check_place(report: Path, *inputs: str | Path | None) -> None:
-    """Check, before anything is measured, that a report can be written there, and is none of `inputs`, which are read.
-    Raises UsageError or HostError."""
+    """Check, before anything is measured, that a report can be written there, and that neither it nor a file beside it
+    is one of `inputs`, which are read. Raises UsageError or HostError."""
     from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.results.folders import files_of
     from trtpipe.pipeline.store.folders import require_place
 
     require_place(report, *inputs)
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
+    for file in files_of(report):
+        require_place(file, *inputs)

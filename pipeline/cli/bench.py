@@ -282,9 +282,10 @@ def compare(
     )
     if html is not None:  # before the table, whose reader may close the pipe
         from trtpipe.pipeline.bench.compare import page
+        from trtpipe.pipeline.bench.results.folders import files_of
         from trtpipe.pipeline.store.folders import require_place
 
-        require_place(html, *compared.paths.values())
+        require_place(html, *(file for path in compared.paths.values() for file in files_of(Path(path))))
         page.write(compared, html)
     console_bench.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
@@ -320,7 +321,7 @@ def _measure(
 
     name = served.target if served is not None else options.targets[0].model
     place = folders.new(name) if report is None else folders.place(report)
-    check_place(place, *read, *options.work.files)
+    check_place(place, *read, options.tokenizer, *options.work.files)
     with console_bench.progress() as progress:
         measured = measure(options, served, progress, console.note)
     if measured.interrupted and not any(result.requests["measured"] for result in measured.results):

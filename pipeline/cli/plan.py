@@ -127,7 +127,7 @@ def plan(
     if model is None:
         raise UsageError("no --model is given", remedy="name one of `trtpipe models`, or a folder")
     if page is not None:
-        require_place(page, load)
+        require_place(page, load, *Path(model).glob("*"))
     own = config.read_config()
     if runtime is None and own.runtime is not None:
         try:

@@ -80,7 +80,8 @@ def top(
     from trtpipe.pipeline.cli import console_top
     from trtpipe.pipeline.serving import servers
 
-    found = None if url is not None else servers.find_running(own_store(), server)
+    find = servers.find_ready if once else servers.find_running
+    found = None if url is not None else find(own_store(), server)
     if found is not None and found.native:
         raise UsageError(
             f"{found.name} is served by its runtime's own server", why="that publishes none of Triton's metrics",

@@ -176,7 +176,7 @@ def quantize(
     layout = job.Layout(form=form, mapping=Mapping.of(tp, pp, moe_tp, moe_ep), toolchain=release)
     job.check(hf_dir, recipe, layout, device=device, scales=scales)
     if save_scales is not None:
-        require_place(save_scales, scales)
+        require_place(save_scales, scales, calib, *hf_dir.iterdir())
     rows, unread = None, []
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)

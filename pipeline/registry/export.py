@@ -37,7 +37,7 @@ from trtpipe.pipeline.run_folder import RunFolder, find_run, require_run
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of, to_finish
 from trtpipe.pipeline.stages.base import Progress
-from trtpipe.pipeline.store.folders import require_replaceable, sync
+from trtpipe.pipeline.store.folders import require_place, sync
 from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
@@ -60,7 +60,7 @@ def pack(
 ) -> Path:
     """Write the file `out`, or TARGET.tar in the folder `out`, from the run folder of `target`; return its path.
 
-    Raises UsageError, also for a device or a pipe, or InputDataError for a missing artefact.
+    Raises UsageError, also for a device, a pipe or the key, or InputDataError for a missing artefact.
     """
     if out.is_dir():
         out = out / f"{require_run(target).path.name}.tar"
@@ -68,7 +68,7 @@ def pack(
         if out.parent.exists():
             raise UsageError(f"{out.parent} is not a folder", remedy="give another --output")
         raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
-    require_replaceable(out)
+    require_place(out, sign_key)
     index, made = describe(target, store, to_finish(require_run(target).spec()), sign_key=sign_key)
     _remove_leftovers(out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import httpx
 
 READY_SECONDS = 600
+ANSWER_SECONDS = 10
 # Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 
@@ -62,6 +63,17 @@ def load_models(endpoints: Endpoints, names: Sequence[str], log: Path, *, second
     reason."""
     for name in names:
         _control(endpoints, name, "load", log, seconds=seconds)
+
+
+def answers(endpoints: Endpoints) -> bool:
+    """Whether the server says within ANSWER_SECONDS that it is live, as it does while it loads models."""
+    import httpx
+
+    try:
+        with http_client(ANSWER_SECONDS) as client:
+            return client.get(f"{endpoints.http_url}/v2/health/live").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def ready(endpoints: Endpoints, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.errors import ArtefactRefused, StageFailed, TrtpipeError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
@@ -32,10 +32,10 @@ def reload_models(
     that one alone, of the server that serves it where no `name` is given. Then its gateway takes their tokenizers,
     lengths and adapters. Returns the server and what was loaded.
 
-    Raises UsageError for a server of another user; HostError while another command reloads that server, and for an
-    engine that has no room beside the old one; InputDataError for a repository that would not load, ArtefactRefused for
-    an engine of another kind, StageFailed with the server's message when a model does not load: the server then keeps
-    what it has, and so it does at a Ctrl-C.
+    Raises UsageError for a server of another user; HostError for one that does not answer, while another command
+    reloads it, and for an engine that has no room beside the old one; InputDataError for a repository that would not
+    load, ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not
+    load: the server then keeps what it has, and so it does at a Ctrl-C.
     """
     found = find_running(store, name, target)
     require_own(found)
@@ -50,6 +50,11 @@ def _reload(store: Store, server: Server, target: str | None, *, allow_model_cod
             remedy="stop it, and serve the new one",
         )  # fmt: skip
     sources = {one.name: _source(one) for one in server.served}
+    if not model_control.answers(server.endpoints):
+        raise HostError(
+            f"{server.name} does not answer at {server.endpoints.http_url}",
+            remedy=f"stop it, and serve it again; its log is {server.log}",
+        )
     if target is None:
         fresh = {name: find_repository(source) for name, source in sources.items()}
     else:
@@ -124,6 +129,11 @@ def _load_instead(
             raise StageFailed(
                 f"tritonserver of {server.name} ended while it loaded other models", why=str(cause),
                 remedy=f"its log is {server.log}; `trtpipe ps` says whether it is started again",
+            ) from error  # fmt: skip
+        if not model_control.answers(server.endpoints):
+            raise StageFailed(
+                f"{server.name} does not answer, and may not have taken back its models", why=str(cause),
+                remedy=f"stop it, and serve it again; its log is {server.log}",
             ) from error  # fmt: skip
         # What failed goes on as it was, and there may be no room for a second copy of it.
         kept = {name for name, reason in outcomes.items() if reason and model_control.ready(server.endpoints, name)}

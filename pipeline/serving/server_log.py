@@ -27,6 +27,10 @@ RAISED = re.compile(
     r"^(?:\([^)\n]*\) )?(?:[A-Z]+ [\d:. -]+)?(?:\[[^]\n]*\] )*((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
 
+# Errors that do not say why a server ended: one of vLLM's points to another, and every server without a GPU begins with
+# the other.
+NO_REASON = ("See root cause above", "Failed to initialize NVML")
+
 
 def last_start(log: Path) -> int:
     """The byte of a log at which the output of its last start begins; 0 for a log without a start."""
@@ -93,7 +97,7 @@ def failure(log: Path) -> str:
     thrown = re.findall(r"^ *what\(\): *(.+)$", text, re.MULTILINE)
     if thrown:
         return f"it crashed: {thrown[-1].strip()}"
-    raised = [reason for reason in RAISED.findall(text) if "See root cause above" not in reason]
+    raised = [reason for reason in RAISED.findall(text) if not any(one in reason for one in NO_REASON)]
     if raised:
         return str(raised[-1])
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]

@@ -17,7 +17,7 @@ from trtpipe.engines.files import file_in
 from trtpipe.engines.json_input import load_json
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.results.digest import digest
-from trtpipe.pipeline.bench.results.folders import FILE
+from trtpipe.pipeline.bench.results.folders import FILE, beside
 from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.page import render
 from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
@@ -29,14 +29,14 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
     """Write report.json and its companions (.requests.jsonl, .csv, .html). Where the disk has no room for all of them,
     all stay as they were. Raises HostError.
     """
-    requests = _beside(path, ".requests.jsonl")
+    requests = beside(path, ".requests.jsonl")
     lines = "".join(f"{line}\n" for line in _lines(report))
     value = report.to_json(requests.name, hashlib.sha256(lines.encode()).hexdigest())
-    table = _beside(path, ".csv")
+    table = beside(path, ".csv")
     texts = {
         requests: lines,
         table: _table(report),
-        _beside(path, ".html"): render(value, [path.name, table.name, requests.name]),
+        beside(path, ".html"): render(value, [path.name, table.name, requests.name]),
         path: json.dumps(value, indent=1, allow_nan=False) + "\n",
     }
     try:
@@ -47,11 +47,6 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
             f"report {path} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
         ) from None
     return list(texts)
-
-
-def _beside(report: Path, suffix: str) -> Path:
-    """A companion of a report. Only .json is taken from the name: what follows another dot tells reports apart."""
-    return report.with_name(report.name.removesuffix(".json") + suffix)
 
 
 def read_again(path: Path, tokenizer: Path | None = None, others: Iterable[Path] = ()) -> BenchOptions:

@@ -25,6 +25,16 @@ def place(report: str | Path) -> Path:
     return Path(report, FILE) if str(report).endswith("/") or (report and Path(report).is_dir()) else Path(report)
 
 
+def files_of(report: Path) -> tuple[Path, ...]:
+    """The files that `write_report` writes for a report of this path."""
+    return report, *(beside(report, suffix) for suffix in (".requests.jsonl", ".csv", ".html"))
+
+
+def beside(report: Path, suffix: str) -> Path:
+    """A companion of a report. Only .json is taken from the name: what follows another dot tells reports apart."""
+    return report.with_name(report.name.removesuffix(".json") + suffix)
+
+
 def claim(report: Path) -> Path:
     """Make the folder of a path of `new`. Where another run, which began in the same second, has made it, make one with
     a number. Returns the report's path. Raises HostError."""

@@ -189,6 +189,9 @@ def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None
         "/dev/full is not a regular file; give the name of a file"
     )
     Path("load.yaml").write_text("load: {concurrency: [1], requests: 2}\n")
+    Path("p.requests.jsonl").write_text('{"prompt": "a"}\n')
+    beside = refused("bench", *there, "--prompts", "p.requests.jsonl", "--report", "p.json")
+    assert beside == "p.requests.jsonl is read by the same command; give another file to write"
     for words in (["--prompts", "prompts.jsonl"], ["--load", "load.yaml"]):
         Path("prompts.jsonl").write_text('{"prompt": "a"}\n')
         assert refused("bench", *there, *words, "--report", words[1]) == (

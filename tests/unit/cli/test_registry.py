@@ -206,3 +206,14 @@ def test_registries_and_wrong_words(run: Run, arguments: tuple[str, ...], status
     done = run(*arguments)
     assert done.status == status
     assert message.split(":")[0] in done.error()
+
+
+def test_a_target_is_not_exported_into_the_key_that_signs_it(build: Run, run: Run, model: Path) -> None:
+    assert build(model).status == 0
+    key = Path("key.pem")
+    key.write_text("a key")
+    Path("link.pem").symlink_to("key.pem")
+    for out in ("key.pem", "link.pem"):
+        done = run("export", "tiny.cpu.fp32", "--sign-key", "key.pem", "-o", out)
+        assert (done.status, done.error()) == (2, f"{out} is read by the same command; give another file to write")
+    assert key.read_text() == "a key"

@@ -452,7 +452,7 @@ def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, mon
     assert (told["state"], told["pid"]) == ("restarting", None)
     assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
     again = "a is being started again; wait until `trtpipe ps` says running"
-    for words in (["generate", "Hello"], ["bench", "--server", "a"]):
+    for words in (["generate", "Hello"], ["bench", "--server", "a"], ["top", "--once"]):
         done = run(*words)
         assert (done.status, done.error()) == (4, again)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -159,6 +160,7 @@ def test_why_a_model_does_not_load_is_explained_as_at_a_start(
 
     monkeypatch.setattr(model_control, "load_models", fail)
     monkeypatch.setattr(model_control, "ready", lambda endpoints, name: True)
+    monkeypatch.setattr(model_control, "answers", lambda endpoints: True)
     monkeypatch.setattr(reload, "_gateway_models", lambda server, folder: ())
     served = (Served(name="a", repository=new),)
     with pytest.raises(StageFailed) as failed:
@@ -226,3 +228,20 @@ def test_what_cannot_be_removed_of_earlier_models_is_no_obstacle(tmp_path: Path)
     (linked / "no-folder").touch()
     models = model_links.lay_out(served, tmp_path / "server")
     assert [link.name for link in models.iterdir()] == ["tensorrt_llm"]
+
+
+@pytest.mark.loopback
+def test_a_server_that_does_not_answer_is_told_before_anything_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped takes connections all the same."""
+    monkeypatch.setattr(model_control, "ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        points = Endpoints(host="127.0.0.1", http=silent.getsockname()[1], grpc=2, metrics=3)
+        served = (Served(name="a", repository=write_repository(tmp_path / "old"), source=tmp_path / "old"),)
+        server = Server(name="a", pid=1, log=tmp_path / "log", endpoints=points, served=served)
+        with pytest.raises(HostError) as caught:
+            reload._reload(Store(tmp_path / "home"), server, None, allow_model_code=False)
+    assert str(caught.value) == (
+        f"a does not answer at {points.http_url}; stop it, and serve it again; its log is {tmp_path / 'log'}"
+    )

@@ -77,6 +77,8 @@ error: creating server: Internal - failed to load all models
          "no"),
         ("tritonserver: error while loading shared libraries:\nlibx.so\n\n", "tritonserver: error while loading "
          "shared libraries: | libx.so"),
+        ("Error: Failed to initialize NVML\nlast words\n", "Error: Failed to initialize NVML | last words"),
+        ("Error: Failed to initialize NVML\nRuntimeError: no room\n", "RuntimeError: no room"),
         ("", ""),
     ],
 )  # fmt: skip
