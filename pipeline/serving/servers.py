@@ -186,12 +186,22 @@ def recorded(store: Store) -> list[Server]:
             continue
         if server.machine != machine():  # its process ids are of that machine
             continue
-        if server.died is None and not server.alive and not watched(server):
+        if _gone(server):  # its watchdog may have recorded why, and left, since the record was read
+            try:
+                server = read_server(path)
+            except (OSError, ValueError, InputDataError):
+                continue
+        if _gone(server):
             if server.gateway_pid is not None and server.boot == boot():
                 process.end(server.gateway_pid, drain_s=server.drain_s)
             server = bury(store, server, server_log.failure(server.log))
         out.append(server)
     return out
+
+
+def _gone(server: Server) -> bool:
+    """Whether its process and its watchdog have ended, and the record does not say so."""
+    return server.died is None and not server.alive and not watched(server)
 
 
 def unreadable(store: Store) -> dict[str, str]:

@@ -847,3 +847,17 @@ def test_a_gateway_s_port_without_a_gateway_is_refused(run: Run) -> None:
     assert done.error() == (
         "--openai-port is for the gateway, and --no-openai starts none; leave out --openai-port or --no-openai"
     )
+
+
+def test_why_a_server_ended_is_what_its_watchdog_wrote_last(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that comes between the reading of the record and the look at the watchdog."""
+    from trtpipe.pipeline.serving import servers
+
+    remember(store, "a")
+
+    def leave(server: servers.Server) -> bool:
+        servers.bury(store, server, "it was killed")
+        return False
+
+    monkeypatch.setattr(servers, "watched", leave)
+    assert [one.died for one in servers.recorded(store)] == ["it was killed"]
