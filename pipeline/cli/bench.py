@@ -282,10 +282,11 @@ def compare(
     )
     if html is not None:  # before the table, whose reader may close the pipe
         from trtpipe.pipeline.bench.compare import page
-        from trtpipe.pipeline.bench.results.folders import files_of
+        from trtpipe.pipeline.bench.results.folders import beside
         from trtpipe.pipeline.store.folders import require_place
 
-        require_place(html, *(file for path in compared.paths.values() for file in files_of(Path(path))))
+        paths = [Path(path) for path in compared.paths.values()]
+        require_place(html, *paths, *(beside(path, ".requests.jsonl") for path in paths))
         page.write(compared, html)
     console_bench.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
