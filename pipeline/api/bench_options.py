@@ -1,4 +1,4 @@
-"""What a benchmark measures, and of which server, from keyword arguments."""
+"""Options of a benchmark and the server it measures, chosen from keyword arguments."""
 
 from __future__ import annotations
 

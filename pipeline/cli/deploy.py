@@ -78,7 +78,7 @@ def k8s(
              "otlp_endpoint": otlp_endpoint}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     more = set_layer(settings or [])[1]
-    for key in more.keys() & chosen.keys():
+    for key in sorted(more.keys() & chosen.keys()):
         raise UsageError(f"--set {key} says what an option says already", remedy=f"leave out --set {key}")
     made = read.build(DeployConfig, {"name": name, **chosen, **more}, "--set", UsageError)
     place = repositories.called(name, repository)

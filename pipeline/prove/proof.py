@@ -51,7 +51,7 @@ class Lane:
 
     @property
     def compared(self) -> bool:
-        """Whether its answers were compared with the reference runtime's."""
+        """Whether `prove` compared answers of this precision with those of the reference runtime."""
         return any(step.name == ANSWERS and step.state != "left out" for step in self.steps)
 
 
@@ -77,8 +77,8 @@ class Proof:
 
     @property
     def caution(self) -> str:
-        """What the comparison of answers does not show for the reference runtime; empty for the others, and where
-        nothing was compared."""
+        """A warning that the reference runtime was compared with itself. Empty for another runtime, and where no
+        answers were compared."""
         if self.runtime != "reference" or not any(lane.compared for lane in self.lanes):
             return ""
         return (

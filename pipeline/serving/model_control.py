@@ -66,7 +66,7 @@ def load_models(endpoints: Endpoints, names: Sequence[str], log: Path, *, second
 
 
 def answers(endpoints: Endpoints) -> bool:
-    """Whether the server says within ANSWER_SECONDS that it is live, as it does while it loads models."""
+    """Whether the server answers its liveness check within ANSWER_SECONDS. It does so while it loads models too."""
     import httpx
 
     try:

@@ -200,7 +200,7 @@ def recorded(store: Store) -> list[Server]:
 
 
 def _gone(server: Server) -> bool:
-    """Whether its process and its watchdog have ended, and the record does not say so."""
+    """Whether the server's process and watchdog have ended although its record says that it runs."""
     return server.died is None and not server.alive and not watched(server)
 
 
